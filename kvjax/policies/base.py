@@ -1,0 +1,201 @@
+"""A policy is a composition: Scorer x Allocator x Protection x Schedule x Remainder."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.policies.observation import Observation, State
+
+NEEDS = frozenset(
+    {
+        "queries",
+        "queries_pre_rope",
+        "hidden",
+        "column_attention",
+        "output_projection",
+        "replay",
+    }
+)
+type Params = Any
+type Granularity = Literal["kv", "query"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Protection:
+    """Entries that rank before every score: the first `sinks` and the last `recent` tokens.
+
+    `recent` as a float is a fraction of the head's budget (H2O protects half of it). When the
+    budget cannot hold all protected entries, sinks come first, then the newest.
+    """
+
+    sinks: int = 4
+    recent: int | float = 0
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0:
+            raise ValueError(f"sinks={self.sinks}: allowed are integers >= 0")
+        if self.recent < 0 or (isinstance(self.recent, float) and self.recent > 1):
+            raise ValueError(
+                f"recent={self.recent}: allowed are integers >= 0 or a fraction of the budget "
+                "in [0, 1]"
+            )
+
+    def recent_tokens(self, budget: Int[Array, "*n"]) -> Int[Array, "*n"]:
+        """The number of newest tokens protected under `budget` entries."""
+        if isinstance(self.recent, float):
+            return jnp.floor(self.recent * budget).astype(jnp.int32)
+        return jnp.full_like(budget, self.recent)
+
+    def rank(
+        self,
+        positions: Int[Array, "B K S"],
+        next_position: Int[Array, " B"],
+        budget: Int[Array, "B K"],
+    ) -> Int[Array, "B K S"]:
+        """0 for unprotected entries; among protected ones a larger rank is kept first.
+
+        Ranks stay below 2**23: the largest protected position is 8,388,606.
+        """
+        recent = self.recent_tokens(budget)[..., None]
+        is_recent = positions >= next_position[:, None, None] - recent
+        is_sink = (positions >= 0) & (positions < self.sinks)
+        newest = jnp.where(is_recent & (positions >= 0), positions + 1, 0)
+        return jnp.where(is_sink, jnp.int32(2**23 - 1), newest)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """When entries are evicted.
+
+    prefill "whole": each layer attends to the full prompt, then leaves the layer compacted.
+    prefill "chunked": chunk by chunk against the evicted cache; memory is budget + chunk.
+    decode_interval None: generated tokens are appended beside the budget.
+    decode_interval tau: a row that has filled the tau slots above its budget is cut back to it.
+    """
+
+    prefill: Literal["whole", "chunked"] = "whole"
+    chunk: int = 512
+    decode_interval: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.prefill not in ("whole", "chunked"):
+            raise ValueError(f"prefill={self.prefill!r}: allowed are 'whole' and 'chunked'")
+        if self.chunk < 1:
+            raise ValueError(f"chunk={self.chunk}: allowed are integers >= 1")
+        if self.decode_interval is not None and self.decode_interval < 1:
+            raise ValueError(
+                f"decode_interval={self.decode_interval}: allowed are integers >= 1, or None"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StateField:
+    """One array of a policy's state: shape beyond [B, K, S] (slots) or [B] (layer)."""
+
+    shape: tuple[int, ...] = ()
+    dtype: Any = jnp.float32
+    fill: float = 0.0
+
+
+class Scorer:
+    """Ranks entries by what they are worth; a subclass is a frozen dataclass in a file of its own.
+
+    `update` runs in every call (prefill, chunk, decode step) and keeps the state current; `score`
+    runs only when something is evicted. Both are pure functions of arrays of one layer. Scores
+    are float32, larger is kept, and nothing crosses the batch axis. Invalid slots may hold any
+    score: selection never takes them.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+    window: int = 0  # how many of the last queries the scorer wants to see
+
+    def protection(self) -> Protection:
+        """The method's own protection; sinks are on unless the paper says otherwise."""
+        return Protection(sinks=4)
+
+    def allocator(self) -> Allocator:
+        return Uniform()
+
+    def schedule(self) -> Schedule:
+        return Schedule()
+
+    def slot_fields(self) -> dict[str, StateField]:
+        """Per-entry state this scorer keeps; new entries start at `fill`."""
+        return {}
+
+    def layer_fields(self) -> dict[str, StateField]:
+        """Per-row state this scorer keeps."""
+        return {}
+
+    def update(self, observation: Observation, params: Params, state: State) -> State:
+        """State after this call; `state.slots` already has the call's new entries."""
+        del observation, params
+        return state
+
+    def score(
+        self, observation: Observation, params: Params, state: State
+    ) -> Float[Array, "B K S"]:
+        raise NotImplementedError
+
+
+class Allocator:
+    """Splits a budget of entries per head over layers and heads."""
+
+    crosses_layers: ClassVar[bool] = False
+
+    def layer_budgets(
+        self, budget: Int[Array, " B"], lengths: Int[Array, " B"], num_layers: int
+    ) -> Int[Array, "L B"]:
+        """Mean entries per head in each layer, known before any score."""
+        del lengths
+        return jnp.broadcast_to(budget, (num_layers, *budget.shape))
+
+    def head_budgets(
+        self,
+        scores: Float[Array, "B K S"],
+        valid: Array,
+        rank: Int[Array, "B K S"],
+        budget: Int[Array, " B"],
+    ) -> Int[Array, "B K"]:
+        """Entries for each head of one layer; `rank` is the protection's."""
+        del valid, rank
+        return jnp.broadcast_to(budget[:, None], scores.shape[:2])
+
+    def largest(self, budget: int, length: int, num_layers: int, num_kv_heads: int) -> int:
+        """The most entries any one head can get: the capacity a padded cache needs."""
+        del length, num_layers, num_kv_heads
+        return budget
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Uniform(Allocator):
+    """Every head of every layer keeps the same number of entries."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Remainder:
+    """What becomes of evicted entries. The base class drops them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy:
+    """A complete eviction method; static and hashable, so it can be a jit argument."""
+
+    name: str
+    scorer: Scorer | None  # None keeps everything
+    protection: Protection = Protection()
+    allocator: Allocator = Uniform()
+    schedule: Schedule = Schedule()
+    remainder: Remainder = Remainder()
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset() if self.scorer is None else self.scorer.needs
+
+    @property
+    def window(self) -> int:
+        return 0 if self.scorer is None else self.scorer.window

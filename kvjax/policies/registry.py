@@ -1,0 +1,95 @@
+"""Names of methods: one decorator registers a scorer class or a function that builds a policy."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+
+from kvjax.policies.base import Policy, Protection, Scorer
+
+_REGISTRY: dict[str, Callable[..., Scorer | Policy]] = {}
+
+
+def register[F: Callable[..., Scorer | Policy]](name: str) -> Callable[[F], F]:
+    """Makes `policy(name, **options)` build what the decorated class or function returns."""
+
+    def add(factory: F) -> F:
+        if name in _REGISTRY:
+            raise ValueError(f"policy {name!r} is registered twice")
+        _REGISTRY[name] = factory
+        return factory
+
+    return add
+
+
+def policy_names() -> tuple[str, ...]:
+    """Every registered name, sorted."""
+    return tuple(sorted(_REGISTRY))
+
+
+def describe(name: str) -> str:
+    """The docstring of a registered method."""
+    return inspect.cleandoc(_factory(name).__doc__ or "")
+
+
+def options(name: str) -> tuple[str, ...]:
+    """The keyword options a method takes, beside those every policy takes."""
+    return tuple(inspect.signature(_factory(name)).parameters)
+
+
+def policy(
+    name: str,
+    *,
+    sinks: int | None = None,
+    recent: int | float | None = None,
+    prefill: str | None = None,
+    chunk: int | None = None,
+    decode_interval: int | None = None,
+    **method_options: object,
+) -> Policy:
+    """The named method with its published defaults, changed by the given options.
+
+    Args:
+      name: one of `policy_names()`.
+      sinks, recent: override the protection.
+      prefill, chunk, decode_interval: override the schedule.
+      **method_options: fields of the scorer, e.g. `window=64` for SnapKV.
+
+    Raises:
+      ValueError: unknown name or option, or a value outside what is allowed.
+    """
+    factory = _factory(name)
+    allowed = options(name)
+    for option in method_options:
+        if option not in allowed:
+            known = ", ".join((*allowed, *_COMMON))
+            raise ValueError(f"policy {name!r} has no option {option!r}; allowed: {known}")
+    built = factory(**method_options)
+    if isinstance(built, Scorer):
+        built = Policy(
+            name=name,
+            scorer=built,
+            protection=built.protection(),
+            allocator=built.allocator(),
+            schedule=built.schedule(),
+        )
+    protection = _replaced(built.protection, sinks=sinks, recent=recent)
+    schedule = _replaced(
+        built.schedule, prefill=prefill, chunk=chunk, decode_interval=decode_interval
+    )
+    return dataclasses.replace(built, protection=protection, schedule=schedule)
+
+
+_COMMON = ("sinks", "recent", "prefill", "chunk", "decode_interval")
+
+
+def _replaced[T: (Protection, object)](base: T, **changes: object) -> T:
+    given = {name: value for name, value in changes.items() if value is not None}
+    return dataclasses.replace(base, **given)  # type: ignore[type-var]
+
+
+def _factory(name: str) -> Callable[..., Scorer | Policy]:
+    if name not in _REGISTRY:
+        raise ValueError(f"unknown policy {name!r}; allowed: {', '.join(policy_names())}")
+    return _REGISTRY[name]

@@ -1,0 +1,50 @@
+"""SnapKV: the last queries of the prompt vote for the entries they attend to."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kernels_pallas.window_scores import window_attention
+from kvjax.policies.base import Params, Protection, Scorer
+from kvjax.policies.observation import Observation, State
+from kvjax.policies.pooling import pool
+from kvjax.policies.registry import register
+
+
+@register("snapkv")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SnapKV(Scorer):
+    """Attention of the last `window` queries, averaged over queries and group, then pooled.
+
+    s[j] = pool_k(mean over group and window of softmax(q K^T / sqrt(D))[j]); the window itself
+    is protected.
+
+    Paper: SnapKV (arXiv 2404.14469). Defaults: window 32, average pooling of width 5.
+    Deviation: one set per KV head (mean over its query group) instead of one per query head.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"queries"})
+    window: int = 32
+    kernel: int = 5
+    pooling: Literal["avg", "max"] = "avg"
+
+    def protection(self) -> Protection:
+        return Protection(sinks=0, recent=self.window)
+
+    def score(
+        self, observation: Observation, params: Params, state: State
+    ) -> Float[Array, "B K S"]:
+        del params, state
+        weights = window_attention(
+            observation.queries,
+            observation.keys,
+            observation.query_positions,
+            observation.positions,
+        )  # [B, H, W, S]
+        batch, _, window, slots = weights.shape
+        grouped = weights.reshape(batch, -1, observation.num_groups, window, slots)
+        return pool(jnp.mean(grouped, axis=(2, 3)), self.kernel, self.pooling)
