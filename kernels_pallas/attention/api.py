@@ -1,0 +1,59 @@
+"""Dispatch of attention over positioned slots, and the merge of two of its parts."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas.attention import blockwise, reference
+from kernels_pallas.attention.mask import NO_WINDOW
+
+type Implementation = Literal["reference", "blockwise"]
+
+# Up to this many logits per (row, head) one dense pass is faster than the loop over blocks.
+_DENSE_LOGITS = 2**17
+
+
+def attention(
+    queries: Float[Array, "B H Q D"],
+    keys: Float[Array, "B K S D"],
+    values: Float[Array, "B K S D"],
+    query_positions: Int[Array, "B Q"],
+    key_positions: Int[Array, "B K S"],
+    window: int | Int[Array, ""] = NO_WINDOW,
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B H Q D"], Float[Array, "B H Q"]]:
+    """Attention over visible slots: output in the queries' dtype and float32 log-sum-exp.
+
+    `implementation` None picks the dense reference for short queries, blocks otherwise.
+    """
+    if implementation is None:
+        dense = queries.shape[2] * keys.shape[2] <= _DENSE_LOGITS
+        implementation = "reference" if dense else "blockwise"
+    if implementation not in ("reference", "blockwise"):
+        raise ValueError(
+            f"implementation={implementation!r}: allowed are 'reference', 'blockwise' and None"
+        )
+    chosen = reference if implementation == "reference" else blockwise
+    return chosen.attention(queries, keys, values, query_positions, key_positions, window)
+
+
+def merge(
+    first: tuple[Float[Array, "B H Q D"], Float[Array, "B H Q"]],
+    second: tuple[Float[Array, "B H Q D"], Float[Array, "B H Q"]],
+) -> tuple[Float[Array, "B H Q D"], Float[Array, "B H Q"]]:
+    """Attention over the union of two disjoint sets of slots from attention over each.
+
+    With log-sum-exps a and b: out = (e^a out_a + e^b out_b) / (e^a + e^b), in float32.
+    """
+    (out_a, lse_a), (out_b, lse_b) = first, second
+    largest = jnp.maximum(jnp.maximum(lse_a, lse_b), -1e30)
+    weight_a, weight_b = jnp.exp(lse_a - largest), jnp.exp(lse_b - largest)
+    total = weight_a + weight_b
+    share_a = (weight_a / jnp.maximum(total, 1e-30))[..., None]
+    share_b = (weight_b / jnp.maximum(total, 1e-30))[..., None]
+    out = out_a.astype(jnp.float32) * share_a + out_b.astype(jnp.float32) * share_b
+    return out.astype(out_a.dtype), jnp.log(total) + largest

@@ -1,0 +1,47 @@
+"""Attention over positioned slots, every logit in memory: the definition, and the decode path."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas.attention.mask import NO_WINDOW, visible
+
+
+def attention(
+    queries: Float[Array, "B H Q D"],
+    keys: Float[Array, "B K S D"],
+    values: Float[Array, "B K S D"],
+    query_positions: Int[Array, "B Q"],
+    key_positions: Int[Array, "B K S"],
+    window: int | Int[Array, ""] = NO_WINDOW,
+) -> tuple[Float[Array, "B H Q D"], Float[Array, "B H Q"]]:
+    """softmax(q k^T / sqrt(D)) v over visible slots, and the log-sum-exp of the visible logits.
+
+    Query head h reads KV head h // (H / K). Softmax is in float32. A query that sees nothing
+    gets output 0 and log-sum-exp -inf.
+    """
+    batch, heads, num_queries, size = queries.shape
+    kv_heads = keys.shape[1]
+    grouped = queries.reshape(batch, kv_heads, heads // kv_heads, num_queries, size)
+    logits = jnp.einsum(
+        "bkgqd,bksd->bkgqs", grouped, keys, preferred_element_type=jnp.float32
+    ) * jnp.float32(size**-0.5)
+    seen = visible(query_positions[:, None], key_positions, window)[:, :, None]
+    logits = jnp.where(seen, logits, -jnp.inf)
+    largest = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), -1e30)
+    weights = jnp.exp(logits - jax.lax.stop_gradient(largest))
+    total = jnp.sum(weights, axis=-1)
+    out = jnp.einsum(
+        "bkgqs,bksd->bkgqd",
+        weights.astype(values.dtype),
+        values,
+        preferred_element_type=jnp.float32,
+    )
+    out = out / jnp.maximum(total, 1e-30)[..., None]
+    lse = jnp.log(total) + largest[..., 0]
+    return (
+        out.reshape(queries.shape).astype(queries.dtype),
+        lse.reshape(batch, heads, num_queries),
+    )

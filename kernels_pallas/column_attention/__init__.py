@@ -1,0 +1,5 @@
+"""Column sums of attention: how much all queries together attend to each slot."""
+
+from kernels_pallas.column_attention.api import column_attention
+
+__all__ = ["column_attention"]

@@ -1,0 +1,27 @@
+"""Selection by bisection on counts: no sort, and the number kept is data."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int, UInt32
+
+
+def keep_largest(key: UInt32[Array, "*n S"], budgets: Int[Array, "*n"]) -> Bool[Array, "*n S"]:
+    """As the reference.
+
+    Builds the k-th largest key bit by bit (32 counting passes), then keeps everything strictly
+    above it and fills up with equal keys from the lowest slot.
+    """
+    budgets = budgets[..., None]
+
+    def add_bit(step: Array, threshold: Array) -> Array:
+        candidate = threshold | (jnp.uint32(1) << (jnp.uint32(31) - step.astype(jnp.uint32)))
+        enough = jnp.sum(key >= candidate, axis=-1, keepdims=True, dtype=jnp.int32) >= budgets
+        return jnp.where(enough, candidate, threshold)
+
+    threshold = lax.fori_loop(0, 32, add_bit, jnp.zeros(budgets.shape, jnp.uint32))
+    above = key > threshold
+    equal = (key == threshold) & (key > 0)
+    room = budgets - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
+    return above | (equal & (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= room))
