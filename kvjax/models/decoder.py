@@ -1,0 +1,297 @@
+"""The decoder: one architecture for every family, layers stacked for `jax.lax.scan`.
+
+The decoder knows nothing of caches. A layer gives its queries, keys and values (`project`) and
+takes back what attention made of them (`finish`); the caller decides what is attended to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int
+
+from kvjax.models import rope
+from kvjax.models.config import ModelConfig
+from kvjax.models.layout import layout
+from kvjax.models.sharding import ShardingRules, parameter_shardings
+
+NO_WINDOW = 2**30
+SAMPLES_PER_AXIS = 16
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Projected:
+    """What one layer computes before attention."""
+
+    hidden: Float[Array, "B T E"]  # normalised input of the layer
+    queries_pre_rope: Float[Array, "B H T D"]  # after q_norm where the family has one
+    queries: Float[Array, "B H T D"]
+    keys: Float[Array, "B K T D"]  # after RoPE, at their true positions
+    values: Float[Array, "B K T D"]
+
+
+class DecoderLayer(nnx.Module):
+    """All layers, stacked on a leading axis [L, ...], or one of them inside a scan.
+
+    `jax.lax.scan(body, x, model.layers)` hands `body` a `DecoderLayer` without the layer axis;
+    `project` and `finish` expect that form.
+    """
+
+    def __init__(self, config: ModelConfig, parameters: Mapping[str, Any]) -> None:
+        def optional(name: str) -> nnx.Param | None:
+            return nnx.Param(parameters[name]) if name in parameters else None
+
+        self.config = config
+        self.attention_norm = nnx.Param(parameters["attention_norm"])
+        self.q_proj = nnx.Param(parameters["q_proj"])
+        self.k_proj = nnx.Param(parameters["k_proj"])
+        self.v_proj = nnx.Param(parameters["v_proj"])
+        self.o_proj = nnx.Param(parameters["o_proj"])
+        self.q_bias = optional("q_bias")
+        self.k_bias = optional("k_bias")
+        self.v_bias = optional("v_bias")
+        self.o_bias = optional("o_bias")
+        self.q_norm = optional("q_norm")
+        self.k_norm = optional("k_norm")
+        self.mlp_norm = nnx.Param(parameters["mlp_norm"])
+        self.gate_proj = nnx.Param(parameters["gate_proj"])
+        self.up_proj = nnx.Param(parameters["up_proj"])
+        self.down_proj = nnx.Param(parameters["down_proj"])
+        self.gate_bias = optional("gate_bias")
+        self.up_bias = optional("up_bias")
+        self.down_bias = optional("down_bias")
+
+    def project(
+        self,
+        x: Float[Array, "B T E"],
+        cos: Float32[Array, "B T half"],
+        sin: Float32[Array, "B T half"],
+    ) -> Projected:
+        """Normalise the residual stream and compute queries, keys and values.
+
+        `cos` and `sin` come from `Decoder.rotation` at the tokens' absolute positions. Query
+        head h belongs to KV head h // (H // K).
+        """
+        c = self.config
+        with jax.named_scope("project"):
+            hidden = rms_norm(x, self.attention_norm[...], c.norm_eps)
+            queries = _split_heads(_linear(hidden, self.q_proj, self.q_bias), c.head_dim)
+            keys = _split_heads(_linear(hidden, self.k_proj, self.k_bias), c.head_dim)
+            values = _split_heads(_linear(hidden, self.v_proj, self.v_bias), c.head_dim)
+            if self.q_norm is not None and self.k_norm is not None:
+                queries = rms_norm(queries, self.q_norm[...], c.norm_eps)
+                keys = rms_norm(keys, self.k_norm[...], c.norm_eps)
+            return Projected(
+                hidden=hidden,
+                queries_pre_rope=queries,
+                queries=rope.apply_rope(queries, cos, sin),
+                keys=rope.apply_rope(keys, cos, sin),
+                values=values,
+            )
+
+    def finish(
+        self, x: Float[Array, "B T E"], attention: Float[Array, "B H T D"]
+    ) -> Float[Array, "B T E"]:
+        """Output projection, residual, MLP, residual."""
+        batch, heads, tokens, dim = attention.shape
+        with jax.named_scope("output"):
+            merged = attention.transpose(0, 2, 1, 3).reshape(batch, tokens, heads * dim)
+            x = x + _linear(merged.astype(x.dtype), self.o_proj, self.o_bias)
+        with jax.named_scope("mlp"):
+            hidden = rms_norm(x, self.mlp_norm[...], self.config.norm_eps)
+            gate = jax.nn.silu(_linear(hidden, self.gate_proj, self.gate_bias))
+            up = _linear(hidden, self.up_proj, self.up_bias)
+            return x + _linear(gate * up, self.down_proj, self.down_bias)
+
+    @property
+    def output_projection(self) -> Float[Array, "*L H D E"]:
+        """The output projection per query head."""
+        weight = self.o_proj[...]
+        heads = (self.config.num_heads, self.config.head_dim)
+        return weight.reshape(*weight.shape[:-2], *heads, weight.shape[-1])
+
+
+class Decoder(nnx.Module):
+    """A decoder-only language model; `parameters` maps names of the layout table to arrays."""
+
+    def __init__(self, config: ModelConfig, parameters: Mapping[str, Any]) -> None:
+        expected = {row.name for row in layout(config)}
+        if expected != set(parameters):
+            missing = sorted(expected - set(parameters))
+            extra = sorted(set(parameters) - expected)
+            raise ValueError(f"decoder parameters: missing {missing}, not known {extra}")
+        prefix = "layers."
+        self.config = config
+        self.embedding = nnx.Param(parameters["embedding"])
+        self.layers = DecoderLayer(
+            config,
+            {
+                name.removeprefix(prefix): value
+                for name, value in parameters.items()
+                if name.startswith(prefix)
+            },
+        )
+        self.norm = nnx.Param(parameters["norm"])
+        self.lm_head = None if config.tie_embeddings else nnx.Param(parameters["lm_head"])
+
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
+        """Token embeddings; an id outside the vocabulary gives NaN."""
+        with jax.named_scope("embed"):
+            return jnp.take(self.embedding[...], tokens, axis=0)
+
+    def logits(self, x: Float[Array, "*n E"]) -> Float32[Array, "*n V"]:
+        """Final norm and head, accumulated and returned in float32."""
+        with jax.named_scope("logits"):
+            x = rms_norm(x, self.norm[...], self.config.norm_eps)
+            head = self.embedding if self.lm_head is None else self.lm_head
+            contracted = 1 if self.lm_head is None else 0
+            return jax.lax.dot_general(
+                x,
+                head[...],
+                (((x.ndim - 1,), (contracted,)), ((), ())),
+                preferred_element_type=jnp.float32,
+            )
+
+    def rotation(
+        self, positions: Int[Array, "*n"]
+    ) -> tuple[Float32[Array, "*n half"], Float32[Array, "*n half"]]:
+        """Cosines and sines of the rotary embedding at absolute positions."""
+        frequencies, factor = self.rope_frequencies
+        return rope.rotation(positions, frequencies, factor)
+
+    @property
+    def rope_frequencies(self) -> tuple[Float32[np.ndarray, " half"], float]:
+        """Frequencies [D/2] in radians per token, and the factor on cos and sin."""
+        return rope.rope_frequencies(self.config)
+
+    @property
+    def windows(self) -> Int[np.ndarray, " L"]:
+        """Tokens each layer attends to, itself included; `NO_WINDOW` for full attention."""
+        windows = self.config.windows
+        return np.array([NO_WINDOW if w is None else w for w in windows], np.int32)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of parameters and activations."""
+        return self.embedding[...].dtype
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The arrays by their name in the layout table."""
+        result = {}
+        for row in layout(self.config):
+            owner = self.layers if row.stacked else self
+            result[row.name] = getattr(owner, row.name.removeprefix("layers."))[...]
+        return result
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters, summed over devices only once."""
+        return sum(value.size * value.dtype.itemsize for value in self.parameters.values())
+
+    @classmethod
+    def random(
+        cls,
+        config: ModelConfig,
+        key: Array,
+        dtype: DTypeLike = jnp.float32,
+        *,
+        mesh: Mesh | None = None,
+        rules: ShardingRules | None = None,
+    ) -> Decoder:
+        """A decoder with random weights: N(0, 1/fan_in), norms one, biases zero."""
+        rows = layout(config)
+
+        def initialise(key: Array) -> dict[str, Array]:
+            keys = jax.random.split(key, len(rows))
+            values = {}
+            for row, row_key in zip(rows, keys, strict=True):
+                if row.init == "normal":
+                    fan_in = config.hidden_size if row.name == "embedding" else row.shape[-2]
+                    scale = jnp.asarray(1 / math.sqrt(fan_in), dtype)
+                    values[row.name] = jax.random.normal(row_key, row.shape, dtype) * scale
+                else:
+                    fill = 1 if row.init == "ones" else 0
+                    values[row.name] = jnp.full(row.shape, fill, dtype)
+            return values
+
+        shardings = None if mesh is None else parameter_shardings(config, mesh, rules)
+        return cls(config, jax.jit(initialise, out_shardings=shardings)(key))
+
+    @classmethod
+    def abstract(
+        cls,
+        config: ModelConfig,
+        dtype: DTypeLike = jnp.float32,
+        *,
+        mesh: Mesh | None = None,
+        rules: ShardingRules | None = None,
+    ) -> Decoder:
+        """The decoder with `jax.ShapeDtypeStruct` leaves, for compiling without weights."""
+        shardings = {} if mesh is None else parameter_shardings(config, mesh, rules)
+        return cls(
+            config,
+            {
+                row.name: jax.ShapeDtypeStruct(
+                    row.shape, jnp.dtype(dtype), sharding=shardings.get(row.name)
+                )
+                for row in layout(config)
+            },
+        )
+
+    @classmethod
+    def shardings(
+        cls, config: ModelConfig, mesh: Mesh, rules: ShardingRules | None = None
+    ) -> Decoder:
+        """The decoder with `NamedSharding` leaves, for `in_shardings` and `out_shardings`."""
+        return cls(config, parameter_shardings(config, mesh, rules))
+
+    def fingerprint(self) -> str:
+        """16 hex digits that identify config and weights, whatever device holds them.
+
+        Caches and learned modules record it and are refused for another backbone. Hashes a
+        strided sample of every parameter, so it costs milliseconds; not for use under jit.
+        """
+        digest = hashlib.sha256()
+        digest.update(json.dumps(dataclasses.asdict(self.config), sort_keys=True).encode())
+        for name, value in self.parameters.items():
+            strides = [max(1, size // SAMPLES_PER_AXIS) for size in value.shape]
+            sample = value[tuple(slice(None, None, stride) for stride in strides)]
+            digest.update(name.encode())
+            digest.update(np.asarray(sample).astype("<f4").tobytes())
+        return digest.hexdigest()[:16]
+
+
+def rms_norm(
+    x: Float[Array, "*n E"], weight: Float[Array, " E"], eps: float
+) -> Float[Array, "*n E"]:
+    """x / sqrt(mean(x^2) + eps) * weight, computed in float32 (arXiv:1910.07467)."""
+    with jax.named_scope("rms_norm"):
+        wide = x.astype(jnp.float32)
+        variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        normed = (wide * jax.lax.rsqrt(variance + eps)).astype(x.dtype)
+        return normed * weight.reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+def _linear(
+    x: Float[Array, "B T F"], weight: nnx.Param, bias: nnx.Param | None
+) -> Float[Array, "B T O"]:
+    product = x @ weight[...]
+    return product if bias is None else product + bias[...].reshape(1, 1, -1)
+
+
+def _split_heads(x: Float[Array, "B T HD"], head_dim: int) -> Float[Array, "B N T D"]:
+    batch, tokens, _ = x.shape
+    return x.reshape(batch, tokens, -1, head_dim).transpose(0, 2, 1, 3)
