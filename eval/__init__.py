@@ -1,0 +1,1 @@
+"""Evaluation of bounded caches: tasks, one harness, statistics, reports."""

@@ -1,0 +1,286 @@
+"""What to run, read from YAML and checked at the door."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from eval.prompt import PROTOCOLS
+from eval.tasks import TASKS
+
+_BYTES = re.compile(r"bytes:\s*(\d+)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """One task: `samples` for every haystack, length and depth."""
+
+    name: str
+    haystacks: tuple[str, ...]
+    lengths: tuple[int, ...]
+    depths: tuple[float, ...]
+    samples: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicyConfig:
+    """A policy's name and the options that differ from its defaults."""
+
+    name: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def label(self) -> str:
+        if not self.options:
+            return self.name
+        return f"{self.name}({', '.join(f'{key}={value}' for key, value in self.options)})"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """One evaluation. The full cache is always run, first, whether listed or not."""
+
+    model: str
+    tasks: tuple[TaskConfig, ...]
+    policies: tuple[PolicyConfig, ...]
+    budgets: tuple[int | float | str, ...]  # tokens, fraction of the prompt, or "bytes: N"
+    question: str = "hidden"
+    max_new_tokens: int = 32
+    seed: int = 0
+    output: str = "runs/eval"
+
+    @property
+    def hash(self) -> str:
+        """Of all that changes a result; more samples, another directory leave it as it is."""
+        content = dataclasses.asdict(self)
+        del content["output"]
+        for task in content["tasks"]:
+            del task["samples"]
+        text = json.dumps(content, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def num_samples(self) -> int:
+        return sum(
+            len(t.haystacks) * len(t.lengths) * len(t.depths) * t.samples for t in self.tasks
+        )
+
+
+def load(path: str | Path) -> Config:
+    """Reads a YAML file.
+
+    Raises:
+      ValueError: in one line: the key, what was given, what is allowed.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ValueError(f"config {str(path)!r}: {reason}; a YAML file is needed") from error
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "not YAML"
+        raise ValueError(f"config {str(path)!r}{where}: {problem}; YAML is needed") from error
+    try:
+        return from_mapping(content)
+    except ValueError as error:
+        raise ValueError(f"config {str(path)!r}: {error}") from error
+
+
+def from_mapping(content: Any) -> Config:
+    """Checks and builds; errors as in `load`, without the path."""
+    given = _mapping("the file", content, Config, required=("model", "tasks", "policies", "budgets"))
+    values: dict[str, Any] = {
+        "model": _text("model", given["model"]),
+        "tasks": tuple(
+            _task(f"tasks[{i}]", item) for i, item in enumerate(_list("tasks", given["tasks"]))
+        ),
+        "policies": tuple(
+            _policy(f"policies[{i}]", item)
+            for i, item in enumerate(_list("policies", given["policies"]))
+        ),
+        "budgets": tuple(
+            _budget(f"budgets[{i}]", item)
+            for i, item in enumerate(_list("budgets", given["budgets"]))
+        ),
+    }
+    if "question" in given:
+        values["question"] = _choice("question", given["question"], PROTOCOLS)
+    if "max_new_tokens" in given:
+        values["max_new_tokens"] = _integer("max_new_tokens", given["max_new_tokens"], 1)
+    if "seed" in given:
+        values["seed"] = _integer("seed", given["seed"], 0)
+    if "output" in given:
+        values["output"] = _text("output", given["output"])
+    labels = [policy.label for policy in values["policies"]]
+    _unique("policies", labels)
+    _unique("budgets", values["budgets"])
+    _unique("tasks", values["tasks"])
+    return Config(**values)
+
+
+def _task(key: str, content: Any) -> TaskConfig:
+    given = _mapping(
+        key,
+        content,
+        TaskConfig,
+        required=("name", "haystacks", "lengths", "depths", "samples"),
+        # The singular reads better in a file with one haystack.
+        aliases={"haystack": "haystacks"},
+    )
+    haystacks = given["haystacks"]
+    haystacks = [haystacks] if isinstance(haystacks, str) else haystacks
+    task = TaskConfig(
+        name=_choice(f"{key}.name", given["name"], tuple(TASKS)),
+        haystacks=tuple(
+            _haystack(f"{key}.haystacks[{i}]", item)
+            for i, item in enumerate(_list(f"{key}.haystacks", haystacks))
+        ),
+        lengths=tuple(
+            _integer(f"{key}.lengths[{i}]", item, 1)
+            for i, item in enumerate(_list(f"{key}.lengths", given["lengths"]))
+        ),
+        depths=tuple(
+            _fraction(f"{key}.depths[{i}]", item)
+            for i, item in enumerate(_list(f"{key}.depths", given["depths"]))
+        ),
+        samples=_integer(f"{key}.samples", given["samples"], 1),
+    )
+    for field in ("haystacks", "lengths", "depths"):
+        _unique(f"{key}.{field}", getattr(task, field))
+    return task
+
+
+def _policy(key: str, content: Any) -> PolicyConfig:
+    if isinstance(content, str) and content:
+        return PolicyConfig(name=content)
+    if isinstance(content, Mapping) and len(content) == 1:
+        (name, options) = next(iter(content.items()))
+        if isinstance(name, str) and (options is None or isinstance(options, Mapping)):
+            items = sorted((options or {}).items())
+            for option, value in items:
+                if not isinstance(option, str) or not isinstance(value, str | int | float | bool):
+                    raise _error(f"{key}.{name}.{option}", value, "numbers, texts, true and false")
+            return PolicyConfig(name=name, options=tuple(items))
+    raise _error(key, content, "a policy name or one mapping {name: {option: value}}")
+
+
+def _budget(key: str, content: Any) -> int | float | str:
+    allowed = 'tokens (an integer >= 1), a fraction in (0, 1], or "bytes: N"'
+    if isinstance(content, Mapping) and set(content) == {"bytes"}:
+        content = f"bytes: {content['bytes']}"
+    if isinstance(content, str):
+        match = _BYTES.fullmatch(content.strip())
+        if match and int(match[1]) >= 1:
+            return f"bytes: {int(match[1])}"
+    elif isinstance(content, bool):
+        pass
+    elif (isinstance(content, int) and content >= 1) or (
+        isinstance(content, float) and 0 < content <= 1
+    ):
+        return content
+    raise _error(key, content, allowed)
+
+
+def _haystack(key: str, content: Any) -> str:
+    allowed = "noise, prose or file:PATH"
+    text = _text(key, content)
+    if text not in ("noise", "prose") and not (text.startswith("file:") and len(text) > 5):
+        near = _suggestion(text, ("noise", "prose"))
+        raise _error(key, content, f"{allowed}{near}")
+    return text
+
+
+def _mapping(
+    key: str,
+    content: Any,
+    cls: type,
+    required: tuple[str, ...],
+    aliases: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    fields = tuple(field.name for field in dataclasses.fields(cls))
+    if not isinstance(content, Mapping):
+        raise _error(key, content, f"a mapping with the keys {', '.join(fields)}")
+    aliases = aliases or {}
+    place = "" if key == "the file" else f" in {key}"
+    given: dict[str, Any] = {}
+    for name, value in content.items():
+        field = aliases.get(name, name)
+        if field not in fields:
+            near = _suggestion(str(name), fields)
+            raise ValueError(
+                f"unknown key {str(name)!r}{place}: allowed are {', '.join(fields)}{near}"
+            )
+        if field in given:
+            raise ValueError(f"key {field!r}{place} is given twice, once as {name!r}; give one")
+        given[field] = value
+    for name in required:
+        if name not in given:
+            raise ValueError(f"missing key {name!r}{place}: needed are {', '.join(required)}")
+    return given
+
+
+def _list(key: str, content: Any) -> list[Any]:
+    if not isinstance(content, list) or not content:
+        raise _error(key, content, "a list with at least one entry")
+    return content
+
+
+def _text(key: str, content: Any) -> str:
+    if not isinstance(content, str) or not content.strip():
+        raise _error(key, content, "a text that is not empty")
+    return content
+
+
+def _integer(key: str, content: Any, least: int) -> int:
+    if isinstance(content, bool) or not isinstance(content, int) or content < least:
+        raise _error(key, content, f"integers >= {least}")
+    return content
+
+
+def _fraction(key: str, content: Any) -> float:
+    number = isinstance(content, int | float) and not isinstance(content, bool)
+    if not number or math.isnan(content) or not 0 <= content <= 1:
+        raise _error(key, content, "numbers in [0, 1]")
+    return float(content)
+
+
+def _choice(key: str, content: Any, allowed: tuple[str, ...]) -> str:
+    if content not in allowed:
+        near = _suggestion(str(content), allowed)
+        raise _error(key, content, f"{', '.join(allowed)}{near}")
+    return content
+
+
+def _unique(key: str, items: Iterable[Any]) -> None:
+    seen: list[Any] = []
+    for item in items:
+        if item in seen:
+            raise ValueError(f"{key}: {_shown(item)} is given twice; give it once")
+        seen.append(item)
+
+
+def _suggestion(given: str, known: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(given, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _error(key: str, given: Any, allowed: str) -> ValueError:
+    return ValueError(f"{key}={_shown(given)}: allowed: {allowed}")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

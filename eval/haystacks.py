@@ -1,0 +1,124 @@
+"""Text to hide things in: repeated noise, prose from the standard library, the user's own file."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+KINDS = ("noise", "prose")
+
+_NOISE = (
+    "The grass is green. ",
+    "The sky is blue. ",
+    "The sun is yellow. ",
+    "Here we go. ",
+    "There and back again.\n",
+)
+_MIN_PROSE_WORDS = 12
+_PLAIN_WORD = re.compile(r"[\"'(]*[A-Za-z][A-Za-z'\-]*[\"').,;:]*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Haystack:
+    """Sentences that can be repeated to any length; each carries the white space that follows it.
+
+    A needle goes only where `breaks_at_lines` allows: after a line (noise, where RULER gives the
+    needle a line of its own) or after any sentence.
+    """
+
+    kind: str
+    sentences: tuple[str, ...]
+    breaks_at_lines: bool
+    source: str  # what a reader needs in order to get the same text
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256("".join(self.sentences).encode()).hexdigest()
+
+    def stream(self, rng: random.Random) -> Iterator[str]:
+        """Endless sentences; prose starts at a random paragraph, noise at its beginning."""
+        start = 0
+        if not self.breaks_at_lines:
+            last = len(self.sentences) - 1
+            starts = [0] + [i + 1 for i, s in enumerate(self.sentences[:last]) if s.endswith("\n")]
+            start = rng.choice(starts)
+        return itertools.islice(itertools.cycle(self.sentences), start, None)
+
+
+def load(name: str) -> Haystack:
+    """The haystack called `name`: "noise", "prose" or "file:PATH".
+
+    Raises:
+      ValueError: unknown name, or a file that is missing, not UTF-8 or has no text.
+    """
+    if name == "noise":
+        return Haystack("noise", _NOISE, True, "RULER's noise sentences")
+    if name == "prose":
+        return _prose()
+    if name.startswith("file:"):
+        return _file(Path(name.removeprefix("file:")).expanduser())
+    raise ValueError(f"haystack {name!r}: allowed are {', '.join(KINDS)} and file:PATH")
+
+
+@functools.cache
+def _prose() -> Haystack:
+    from pydoc_data.topics import topics
+
+    paragraphs = [p for topic in sorted(topics) for p in prose_paragraphs(topics[topic])]
+    # Topics quote one another: a paragraph is taken once.
+    unique = tuple(dict.fromkeys(paragraphs))
+    return Haystack("prose", _sentences(unique), False, "pydoc_data.topics of this Python")
+
+
+def _file(path: Path) -> Haystack:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ValueError(f"haystack file {str(path)!r}: {reason}; a UTF-8 text file is needed")
+    blocks = re.split(r"\n\s*\n", text)
+    paragraphs = tuple(p for p in (" ".join(block.split()) for block in blocks) if p)
+    if not paragraphs:
+        raise ValueError(f"haystack file {str(path)!r} is empty; a text file is needed")
+    return Haystack(f"file:{path.name}", _sentences(paragraphs), False, f"file {path.name}")
+
+
+def prose_paragraphs(markup: str) -> list[str]:
+    """The paragraphs of reST `markup` that read as prose, on one line each, without its markup."""
+    paragraphs = []
+    for block in re.split(r"\n[ \t]*\n", markup):
+        lines = block.strip("\n").split("\n")
+        if any(line.startswith((" ", "\t", ">>>", "* ", "...")) for line in lines):
+            continue
+        if any(re.fullmatch(r"[*=\-~^\"+| ]{3,}", line) for line in lines):
+            continue
+        # Lines were wrapped at hyphens: "built-\nin" is one word.
+        text = " ".join(re.sub(r"(?<=[A-Za-z]-)\n(?=[a-z])", "", block).split())
+        text = re.sub(r"\s*\[\d+\]", "", text)
+        text = re.sub(r"\*\*([^*]+)\*\*|(?<![\w*])\*([^\s*][^*]*)\*", r"\1\2", text)
+        text = re.sub(r"\"\"|``", "", text).replace("“", '"').replace("”", '"').replace("’", "'")
+        words = text.split()
+        plain = sum(bool(_PLAIN_WORD.fullmatch(w)) for w in words)
+        if (
+            len(words) >= _MIN_PROSE_WORDS
+            and text[0].isupper()
+            and text[-1] in ".!?"
+            and "::=" not in text
+            and plain >= 0.8 * len(words)
+        ):
+            paragraphs.append(text)
+    return paragraphs
+
+
+def _sentences(paragraphs: tuple[str, ...]) -> tuple[str, ...]:
+    sentences = []
+    for paragraph in paragraphs:
+        parts = re.split(r"(?<=[.!?]) +(?=[\"'(A-Z])", paragraph)
+        sentences += [f"{part} " for part in parts[:-1]] + [f"{parts[-1]}\n"]
+    return tuple(sentences)
