@@ -20,8 +20,9 @@ from kvjax.policies.registry import register
 class SnapKV(Scorer):
     """Attention of the last `window` queries, averaged over queries and group, then pooled.
 
-    s[j] = pool_k(mean over group and window of softmax(q K^T / sqrt(D))[j]); the window itself
-    is protected.
+    s[j] = pool_k(mean over group and window of softmax(q K^T / sqrt(D)))[j] for j before the
+    window, whose own entries are protected and do not enter the pooling. A prompt shorter than
+    the window is averaged over the queries it has.
 
     Paper: SnapKV (arXiv 2404.14469). Defaults: window 32, average pooling of width 5.
     Deviation: one set per KV head (mean over its query group) instead of one per query head.
@@ -47,4 +48,10 @@ class SnapKV(Scorer):
         )  # [B, H, W, S]
         batch, _, window, slots = weights.shape
         grouped = weights.reshape(batch, -1, observation.num_groups, window, slots)
-        return pool(jnp.mean(grouped, axis=(2, 3)), self.kernel, self.pooling)
+        asked = jnp.sum(observation.query_positions >= 0, axis=-1).astype(jnp.float32)
+        share = 1.0 / (jnp.maximum(asked, 1.0) * observation.num_groups)
+        mean = jnp.sum(grouped, axis=(2, 3)) * share[:, None, None]
+        start = observation.next_position - self.window
+        before_window = observation.positions < start[:, None, None]
+        pooled = pool(jnp.where(before_window, mean, 0.0), self.kernel, self.pooling)
+        return jnp.where(before_window, pooled, mean)

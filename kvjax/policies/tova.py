@@ -1,0 +1,54 @@
+"""TOVA: what the newest query attends to stays."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kernels_pallas.window_scores import window_attention
+from kvjax.policies.base import Params, Protection, Schedule, Scorer
+from kvjax.policies.observation import Observation, State
+from kvjax.policies.registry import register
+from kvjax.policies.sharing import sum_over_heads
+
+
+@register("tova")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tova(Scorer):
+    """Attention of the last query, averaged over all heads: one shared set per layer.
+
+    s[j] = mean over heads of A_last[j]
+
+    Paper: Transformers are Multi-State RNNs (arXiv 2401.06104). Defaults: no sinks, no recent
+    window, eviction at every decoded token; the newest token competes like all others.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"queries"})
+    window: int = 1
+
+    def __post_init__(self) -> None:
+        if self.window != 1:
+            raise ValueError(f"window={self.window}: TOVA looks at the last query only; allowed: 1")
+
+    def protection(self) -> Protection:
+        return Protection(sinks=0)
+
+    def schedule(self) -> Schedule:
+        return Schedule(decode_interval=1)
+
+    def score(
+        self, observation: Observation, params: Params, state: State
+    ) -> Float[Array, "B K S"]:
+        del params, state
+        weights = window_attention(
+            observation.queries[:, :, -1:],
+            observation.keys,
+            observation.query_positions[:, -1:],
+            observation.positions,
+        )
+        batch, heads, _, slots = weights.shape
+        per_head = jnp.sum(weights.reshape(batch, -1, observation.num_groups, slots), axis=2)
+        return sum_over_heads(per_head, observation.positions) / heads
