@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar, Literal
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.policies.observation import Observation, State
 
@@ -143,9 +144,16 @@ class Scorer:
 
 
 class Allocator:
-    """Splits a budget of entries per head over layers and heads."""
+    """Splits a budget of entries per head over layers and heads.
+
+    Budgets are data; no shape depends on them. Where `crosses_layers` is False a layer can be
+    split alone: `layer_budgets` before any score, then `head_budgets`. Where it is True only
+    `allocate`, which sees every layer, knows the split.
+    """
 
     crosses_layers: ClassVar[bool] = False
+    needs: ClassVar[frozenset[str]] = frozenset()  # what `preference` reads, as in Scorer.needs
+    window: int = 0
 
     def layer_budgets(
         self, budget: Int[Array, " B"], lengths: Int[Array, " B"], num_layers: int
@@ -165,6 +173,27 @@ class Allocator:
         del valid, rank
         return jnp.broadcast_to(budget[:, None], scores.shape[:2])
 
+    def preference(self, observation: Observation) -> Float[Array, " B"]:
+        """What one layer reports to `allocate` about itself."""
+        return jnp.zeros(observation.next_position.shape, jnp.float32)
+
+    def allocate(
+        self,
+        scores: Float[Array, "L B K S"],
+        valid: Bool[Array, "L B K S"],
+        rank: Int[Array, "L B K S"],
+        budget: Int[Array, " B"],
+        lengths: Int[Array, " B"],
+        preference: Float[Array, "L B"] | None = None,
+    ) -> Int[Array, "L B K"]:
+        """Entries for each head of every layer; `lengths` are the rows' tokens.
+
+        The slots may be candidates only: the best `largest(...)` entries of each head.
+        """
+        del preference
+        layers = self.layer_budgets(budget, lengths, scores.shape[0])
+        return jax.vmap(self.head_budgets)(scores, valid, rank, layers)
+
     def largest(self, budget: int, length: int, num_layers: int, num_kv_heads: int) -> int:
         """The most entries any one head can get: the capacity a padded cache needs."""
         del length, num_layers, num_kv_heads
@@ -180,6 +209,18 @@ class Uniform(Allocator):
 class Remainder:
     """What becomes of evicted entries. The base class drops them."""
 
+    def apply(
+        self,
+        keys: Float[Array, "B K S D"],
+        values: Float[Array, "B K S D"],
+        positions: Int[Array, "B K S"],
+        keep: Bool[Array, "B K S"],
+        scores: Float[Array, "B K S"],
+    ) -> tuple[Float[Array, "B K S D"], Float[Array, "B K S D"]]:
+        """Keys and values of one layer before compaction; only kept slots matter afterwards."""
+        del positions, keep, scores
+        return keys, values
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy:
@@ -194,8 +235,10 @@ class Policy:
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset() if self.scorer is None else self.scorer.needs
+        if self.scorer is None:
+            return frozenset()
+        return self.scorer.needs | self.allocator.needs
 
     @property
     def window(self) -> int:
-        return 0 if self.scorer is None else self.scorer.window
+        return 0 if self.scorer is None else max(self.scorer.window, self.allocator.window)

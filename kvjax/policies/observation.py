@@ -48,6 +48,8 @@ class Observation:
     # "column_attention": sum over this call's queries of their softmax weight on each slot.
     column_attention: Float[Array, "B H S"] | None = None
     output_projection: Float[Array, "H D E"] | None = None  # W_O, one slice per query head
+    # Mean entries per head this layer will keep; None when nothing is evicted in this call.
+    budget: Int[Array, " B"] | None = None
 
     @property
     def valid(self) -> Array:
