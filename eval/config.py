@@ -101,7 +101,9 @@ def load(path: str | Path) -> Config:
 
 def from_mapping(content: Any) -> Config:
     """Checks and builds; errors as in `load`, without the path."""
-    given = _mapping("the file", content, Config, required=("model", "tasks", "policies", "budgets"))
+    given = _mapping(
+        "the file", content, Config, required=("model", "tasks", "policies", "budgets")
+    )
     values: dict[str, Any] = {
         "model": _text("model", given["model"]),
         "tasks": tuple(

@@ -92,7 +92,9 @@ def paired_difference(
       ValueError: the two do not have the same number of scores, or none.
     """
     if len(first) != len(second):
-        raise ValueError(f"{len(first)} and {len(second)} scores: a paired test needs equal numbers")
+        raise ValueError(
+            f"{len(first)} and {len(second)} scores: a paired test needs equal numbers"
+        )
     differences = np.asarray(first, np.float64) - np.asarray(second, np.float64)
     low, high = bootstrap(differences.tolist(), confidence, seed=seed)
     return Difference(mean=float(differences.mean()), low=low, high=high, n=len(first))

@@ -70,7 +70,7 @@ def make(
         metadata={
             "key": key,
             "needle": needle,
-            "needle_span": (start, start + len(needle)),
+            "needle_span": [start, start + len(needle)],
             "tokens": total,
             "haystack_sha256": haystack.sha256,
         },

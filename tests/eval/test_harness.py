@@ -1,0 +1,167 @@
+"""One prefill per sample, nothing dropped, a killed run goes on where it was."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from eval import harness
+from tests.eval.fakes import FakeEngine, ignoring_times, small_config
+
+ONE = {"name": "needle", "haystack": "noise", "lengths": [200], "depths": [0], "samples": 1}
+
+
+def test_one_prefill_serves_every_policy_and_budget(tmp_path):
+    engine, config = FakeEngine(), small_config()
+    results = harness.run(config, engine, output=tmp_path)
+    assert len(engine.prefills) == config.num_samples == len(results.samples) == 24
+    assert len(results.samples[0].records) == 1 + 2 * 2
+
+
+def test_full_cache_runs_first_and_alone_then_each_budget_in_one_batch(tmp_path):
+    engine = FakeEngine()
+    results = harness.run(small_config(), engine, output=tmp_path)
+    assert engine.batches[:3] == [1, 2, 2]
+    labels = [(r.policy, r.budget) for r in results.samples[0].records]
+    assert labels == [
+        ("full", "full"),
+        ("first", "0.5"),
+        ("last", "0.5"),
+        ("first", "0.25"),
+        ("last", "0.25"),
+    ]
+
+
+def test_shapes_do_not_depend_on_the_sample(tmp_path):
+    engine = FakeEngine()
+    harness.run(small_config(), engine, output=tmp_path)
+    buckets = {shape[0] for shape in engine.shapes}
+    assert len(engine.shapes) == 3 * len(buckets)  # full and two budgets
+
+
+def test_scores_follow_from_what_was_kept(tmp_path):
+    results = harness.run(small_config(), FakeEngine(), output=tmp_path)
+    for sample in results.samples:
+        for record in sample.records:
+            kept = record.needle_kept == 1
+            assert record.score == kept, (sample.id, record)
+            if sample.depth in (0, 1) and record.policy != "full":
+                assert kept == (record.policy == ("last" if sample.depth else "first"))
+
+
+def test_costs_are_measured(tmp_path):
+    results = harness.run(small_config(), FakeEngine(), output=tmp_path)
+    sample = results.samples[0]
+    full, half = sample.records[0], sample.records[1]
+    assert full.peak_bytes == full.cache_bytes > half.cache_bytes > half.alive_bytes > 0
+    assert half.peak_bytes > half.cache_bytes and half.tokens_per_second == 8 / 0.4
+    assert half.kept_tokens == half.budget_tokens == round(sample.prompt_tokens / 2)
+    assert sample.prefill_seconds == 0.5
+
+
+def test_failures_are_listed_and_count_as_wrong(tmp_path):
+    engine = FakeEngine(labels=("full", "first", "broken"), fail_prefill={3})
+    config = small_config(policies=["first", "broken"])
+    results = harness.run(config, engine, output=tmp_path)
+    assert len(results.samples) == config.num_samples
+    failed = {(s.id, r.policy, r.budget) for s, r in results.failures}
+    third = results.samples[2]
+    assert {(third.id, r.policy, r.budget) for r in third.records} <= failed
+    assert len(failed) == 2 * config.num_samples + 3
+    assert all(r.score == 0 for _, r in results.failures)
+    assert "out of <memory>" in third.records[0].error
+    others = [r for s in results.samples for r in s.records if r.error is None]
+    assert any(r.score for r in others)
+
+
+@pytest.mark.parametrize("stop_after", [1, 10, 23])
+def test_a_killed_run_resumes_with_identical_results(tmp_path, stop_after):
+    config = small_config()
+    whole = harness.run(config, FakeEngine(), output=tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        harness.run(config, FakeEngine(stop_after=stop_after), output=tmp_path / "cut")
+    lines = []
+    engine = FakeEngine()
+    resumed = harness.run(config, engine, lines.append, output=tmp_path / "cut")
+    assert len(engine.prefills) == config.num_samples - stop_after
+    assert ignoring_times(resumed) == ignoring_times(whole)
+    assert resumed.samples == whole.samples  # the fake's times are constant
+    assert lines[0] == f"resumed: {stop_after} of 24 samples were done"
+
+
+def test_a_line_cut_short_is_run_again(tmp_path):
+    config = small_config()
+    whole = harness.run(config, FakeEngine(), output=tmp_path)
+    journal = tmp_path / "samples.jsonl"
+    journal.write_bytes(journal.read_bytes()[:-40])
+    engine = FakeEngine()
+    assert harness.run(config, engine, output=tmp_path).samples == whole.samples
+    assert len(engine.prefills) == 1
+
+
+def test_more_samples_go_on_from_fewer(tmp_path):
+    few, more = (small_config(tasks=[{**ONE, "samples": n}]) for n in (1, 3))
+    harness.run(few, FakeEngine(), output=tmp_path)
+    engine = FakeEngine()
+    assert len(harness.run(more, engine, output=tmp_path).samples) == 3
+    assert len(engine.prefills) == 2
+
+
+def test_results_of_another_config_are_not_mixed_in(tmp_path):
+    harness.run(small_config(), FakeEngine(), output=tmp_path)
+    before = (tmp_path / "samples.jsonl").read_bytes()
+    other = small_config(seed=5)
+    with pytest.raises(ValueError, match="another config.*--overwrite"):
+        harness.run(other, FakeEngine(), output=tmp_path)
+    assert (tmp_path / "samples.jsonl").read_bytes() == before
+    engine = FakeEngine()
+    harness.run(other, engine, output=tmp_path, overwrite=True)
+    assert len(engine.prefills) == other.num_samples
+
+
+def test_a_damaged_journal_is_refused_with_its_line(tmp_path):
+    harness.run(small_config(), FakeEngine(), output=tmp_path)
+    journal = tmp_path / "samples.jsonl"
+    lines = journal.read_text().split("\n")
+    lines[3] = lines[3][:50]
+    journal.write_text("\n".join(lines))
+    with pytest.raises(ValueError, match="line 4 is damaged"):
+        harness.run(small_config(), FakeEngine(), output=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_new_tokens": 4000}, "length=320 with max_new_tokens=4000: allowed .* 4096"),
+        (
+            {"tasks": [{**ONE, "lengths": [9]}]},
+            "length=9: too short",
+        ),
+        (
+            {"tasks": [{**ONE, "haystack": "file:/no/such"}]},
+            "/no/such.*No such file",
+        ),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_is_written(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        harness.run(small_config(**change), FakeEngine(), output=tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_progress_tells_the_time_left(tmp_path):
+    lines = []
+    harness.run(small_config(), FakeEngine(), lines.append, output=tmp_path)
+    assert len(lines) == 25 and lines[-1] == ""
+    assert lines[0].startswith("[1/24] needle noise 200 depth 0 | full 1.00")
+    assert all(line.endswith(" left") for line in lines[:-1])
+
+
+def test_the_prompt_is_recorded(tmp_path):
+    results = harness.run(small_config(), FakeEngine(), output=tmp_path)
+    assert results.prompt["end_tokens"] == [0, 1]
+    assert results.prompt["template"]["after_user"] == "<|im_end|>\n<|im_start|>assistant\n"
+    header = json.loads((tmp_path / "samples.jsonl").read_text().split("\n")[0])
+    assert header["config_hash"] == small_config().hash
+    assert header["prompt"] == results.prompt
