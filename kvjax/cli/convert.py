@@ -12,7 +12,7 @@ EXAMPLE = "kvjax convert smollm2-135m-instruct checkpoints/smollm2"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="name or path of the checkpoint to read")
-    parser.add_argument("destination", help="directory to write; must not exist yet")
+    parser.add_argument("destination", help="directory to write; new or empty")
     parser.add_argument(
         "--format",
         choices=("orbax", "hf"),
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="type of the written weights (default: that of the source)",
+        help="type of the written weights (default: float32 on CPU, bfloat16 elsewhere)",
     )
 
 
@@ -30,14 +30,14 @@ def run(arguments: argparse.Namespace) -> None:
     from pathlib import Path
 
     destination = Path(arguments.destination)
-    if destination.exists():
-        raise ValueError(f"{destination} exists already: choose a new path or remove it first")
+    # Refused before minutes of reading, not after.
+    if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
+        raise ValueError(f"{destination} exists and is not empty: name a new directory")
 
     import kvjax
     from kvjax.models import orbax
 
-    options = {} if arguments.dtype is None else {"dtype": arguments.dtype}
-    model, tokenizer = kvjax.load(arguments.source, **options)
+    model, tokenizer = kvjax.load(arguments.source, dtype=arguments.dtype)
     write = orbax.save if arguments.format == "orbax" else orbax.export_hf
-    write(destination, model, tokenizer)
+    write(model, tokenizer, destination)
     print(f"{destination}: {model.nbytes / 2**20:,.0f} MiB of weights, {arguments.format}")

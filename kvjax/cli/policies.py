@@ -5,9 +5,14 @@ from __future__ import annotations
 import argparse
 import re
 import textwrap
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvjax import Policy
 
 DESCRIPTION = "List the eviction methods with their options, or describe one in full."
 EXAMPLE = "kvjax policies snapkv"
+LINE = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,13 +29,11 @@ def run(arguments: argparse.Namespace) -> None:
     width = max(map(len, names)) + 2
     for name in names:
         indent = " " * width
-        summary = textwrap.fill(
-            f"{name:{width}}{_first_sentence(_docstring(name))}", 100, subsequent_indent=indent
-        )
-        print(summary)
+        summary = _first_sentence(_docstring(name))
+        print(_wrapped(summary, f"{name:{width}}", indent))
         if defaults := _defaults(name):
-            print(f"{indent}{defaults}")
-        print(f"{indent}{_composition(name)}\n")
+            print(_wrapped(defaults, indent))
+        print(f"{_wrapped(_composition(name), indent)}\n")
     print("kvjax policies NAME describes one in full.")
 
 
@@ -42,6 +45,16 @@ def _describe(name: str) -> None:
     print(f"options      {_defaults(name) or 'none of its own'}")
     print(f"composition  {_composition(name)}")
     print("every policy takes sinks, recent, prefill, chunk and decode_interval")
+
+
+def _wrapped(text: str, first: str, rest: str | None = None) -> str:
+    return textwrap.fill(
+        text,
+        LINE,
+        initial_indent=first,
+        subsequent_indent=first if rest is None else rest,
+        break_long_words=False,
+    )
 
 
 def _docstring(name: str) -> str:
@@ -67,17 +80,32 @@ def _composition(name: str) -> str:
     policy = kvjax.policy(name)
     if policy.scorer is None:
         return "nothing is evicted"
-    protection, schedule = policy.protection, policy.schedule
-    recent = protection.recent
-    share = f"{recent:.0%} of the budget" if isinstance(recent, float) else f"{recent} tokens"
-    when = "after prefill" if schedule.prefill == "whole" else f"every {schedule.chunk} tokens"
-    if schedule.decode_interval is not None:
-        when += f" and every {schedule.decode_interval} generated tokens"
     allocator = type(policy.allocator).__name__.lower()
-    return (
-        f"{allocator} allocation; protects {protection.sinks} sinks and the last {share}; "
-        f"evicts {when}"
-    )
+    return f"{allocator} budgets; protects {_protected(policy)}; evicts {_when(policy)}"
+
+
+def _protected(policy: Policy) -> str:
+    sinks, recent = policy.protection.sinks, policy.protection.recent
+    parts = []
+    if sinks:
+        parts.append(f"the first {sinks}")
+    if recent:
+        parts.append(
+            f"the last {recent:.0%} of the budget"
+            if isinstance(recent, float)
+            else f"the last {recent}"
+        )
+    return " and ".join(parts) + " tokens" if parts else "nothing"
+
+
+def _when(policy: Policy) -> str:
+    schedule = policy.schedule
+    when = "after prefill" if schedule.prefill == "whole" else f"every {schedule.chunk} tokens"
+    if schedule.decode_interval == 1:
+        return f"{when} and with every generated token"
+    if schedule.decode_interval is not None:
+        return f"{when} and every {schedule.decode_interval} generated tokens"
+    return when
 
 
 def _first_sentence(text: str) -> str:
