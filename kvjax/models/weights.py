@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from kvjax.models.sharding import ShardingRules, parameter_sharding
 type Index = tuple[slice, ...]
 
 
+@runtime_checkable
 class Source(Protocol):
     """A checkpoint that can read part of one tensor at a time."""
 
