@@ -29,8 +29,10 @@ def build_policies(configs: Sequence[PolicyConfig]) -> dict[str, Any]:
     Raises:
       ValueError: an unknown name or option, or a value outside what is allowed.
     """
-    built = {"full": kvjax.policy("full")}
+    built = {"full": kvjax.Policy(name="full", scorer=None)}
     for index, config in enumerate(configs):
+        if config.label == "full":
+            continue
         options = dict(config.options)
         if repeated := [name for name in _SCHEDULE_OPTIONS if name in options]:
             raise ValueError(

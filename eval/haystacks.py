@@ -81,7 +81,9 @@ def _file(path: Path) -> Haystack:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ValueError(f"haystack file {str(path)!r}: {reason}; a UTF-8 text file is needed")
+        raise ValueError(
+            f"haystack file {str(path)!r}: {reason}; a UTF-8 text file is needed"
+        ) from error
     blocks = re.split(r"\n\s*\n", text)
     paragraphs = tuple(p for p in (" ".join(block.split()) for block in blocks) if p)
     if not paragraphs:

@@ -33,7 +33,7 @@ def test_a_good_config_is_read_with_its_defaults():
 
 
 BAD = [
-    ([], "the file=[]: allowed: a mapping"),
+    ([], r"the file=\[\]: allowed: a mapping"),
     ({"model": "x"}, "missing key 'tasks'"),
     (changed(polices=["full"]), "unknown key 'polices'.*did you mean 'policies'"),
     (changed(task_lenghts=[3]), r"unknown key 'lenghts' in tasks\[0\].*did you mean 'lengths'"),

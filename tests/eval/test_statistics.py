@@ -31,7 +31,7 @@ def test_bootstrap_agrees_with_scipy():
 
 def test_bootstrap_of_equal_values_has_no_width_and_the_seed_decides():
     assert bootstrap([0.3] * 5) == pytest.approx((0.3, 0.3))
-    values = [0.1, 0.5, 0.9, 0.2]
+    values = np.random.default_rng(0).normal(size=9)
     assert bootstrap(values, seed=4) == bootstrap(values, seed=4) != bootstrap(values, seed=5)
 
 
