@@ -80,22 +80,17 @@ def _composition(name: str) -> str:
     policy = kvjax.policy(name)
     if policy.scorer is None:
         return "nothing is evicted"
-    allocator = type(policy.allocator).__name__.lower()
-    return f"{allocator} budgets; protects {_protected(policy)}; evicts {_when(policy)}"
+    allocator = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(policy.allocator).__name__).lower()
+    protected = _protected(policy) or "nothing"
+    return f"{allocator} budgets; protects {protected}; evicts {_when(policy)}"
 
 
 def _protected(policy: Policy) -> str:
     sinks, recent = policy.protection.sinks, policy.protection.recent
-    parts = []
-    if sinks:
-        parts.append(f"the first {sinks}")
-    if recent:
-        parts.append(
-            f"the last {recent:.0%} of the budget"
-            if isinstance(recent, float)
-            else f"the last {recent}"
-        )
-    return " and ".join(parts) + " tokens" if parts else "nothing"
+    share = isinstance(recent, float)
+    last = f"the last {recent:.0%} of the budget" if share else f"the last {recent} tokens"
+    first = f"the first {sinks} tokens"
+    return " and ".join(words for words, is_there in ((first, sinks), (last, recent)) if is_there)
 
 
 def _when(policy: Policy) -> str:
