@@ -6,9 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 
-def gather_slots(
-    array: Array, indices: Int[Array, "*n C"], fill: int | float = 0
-) -> Array:
+def gather_slots(array: Array, indices: Int[Array, "*n C"], fill: int | float = 0) -> Array:
     """`array` [*n, S, ...] at `indices` along S, `fill` where the index is S or more.
 
     Returns [*n, C, ...] in the array's dtype.

@@ -36,7 +36,7 @@ class GGUFFile:
         self.path = path
         self._gguf: Any = importlib.import_module("gguf")
         try:
-            self._reader = self._gguf.GGUFReader(path)
+            self._reader = _open(self._gguf.GGUFReader, path)
         except Exception as error:
             raise ValueError(
                 f"{path}: truncated or damaged GGUF file ({str(error).splitlines()[0]})"
@@ -165,6 +165,25 @@ class GGUFFile:
                 raise ValueError(
                     f"{self.path}: tensor {name!r} has shape {shape}, expected {row.source_shape}"
                 )
+
+
+def _open(reader: Any, path: Path) -> Any:
+    class PlainReader(reader):
+        """Reads through a plain view of the mapped file.
+
+        The package slices an `np.memmap` for each of 100,000 vocabulary strings, and every
+        slice of that subclass costs more than the read: this halves the time to open a file.
+        """
+
+        @property
+        def data(self) -> np.ndarray:
+            return self._data
+
+        @data.setter
+        def data(self, value: np.ndarray) -> None:
+            self._data = np.asarray(value)
+
+    return PlainReader(path)
 
 
 def unpermute(values: np.ndarray, heads: int) -> np.ndarray:

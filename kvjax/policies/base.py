@@ -48,7 +48,7 @@ class Protection:
     def recent_tokens(self, budget: Int[Array, "*n"]) -> Int[Array, "*n"]:
         """The number of newest tokens protected under `budget` entries."""
         if isinstance(self.recent, float):
-            return jnp.floor(self.recent * budget).astype(jnp.int32)
+            return jnp.floor(self.recent * budget.astype(jnp.float32)).astype(jnp.int32)
         return jnp.full_like(budget, self.recent)
 
     def rank(

@@ -53,7 +53,8 @@ def policy(
     Args:
       name: one of `policy_names()`.
       sinks, recent: override the protection.
-      prefill, chunk, decode_interval: override the schedule.
+      prefill, chunk, decode_interval: override the schedule; `decode_interval=0` never evicts
+        while decoding.
       **method_options: fields of the scorer, e.g. `window=64` for SnapKV.
 
     Raises:
@@ -76,8 +77,10 @@ def policy(
         )
     protection = _replaced(built.protection, sinks=sinks, recent=recent)
     schedule = _replaced(
-        built.schedule, prefill=prefill, chunk=chunk, decode_interval=decode_interval
+        built.schedule, prefill=prefill, chunk=chunk, decode_interval=decode_interval or None
     )
+    if decode_interval == 0:
+        schedule = dataclasses.replace(schedule, decode_interval=None)
     return dataclasses.replace(built, protection=protection, schedule=schedule)
 
 

@@ -1,0 +1,340 @@
+"""The door: checked, compiled calls around the pure functions of `decoding` and `generation`.
+
+Everything here takes plain values (policy names, budgets as fractions, token lists), checks them
+in Python, and runs one compiled function per (bucket, capacity, policy). Inside your own
+`jax.jit`, call the same functions with arrays and an explicit capacity: checks that need values
+are then left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax import decoding, generation
+from kvjax.budget import Budget
+from kvjax.cache.padded import PaddedCache
+from kvjax.decoding import Observed
+from kvjax.eviction import capacity_for
+from kvjax.generation import Generation, Sampling
+from kvjax.models.decoder import Decoder
+from kvjax.policies.base import Policy
+from kvjax.policies.registry import policy as named_policy
+
+type Tokens = Int[Array, "B T"] | Sequence[Sequence[int]] | Sequence[int]
+
+_prefill = jax.jit(decoding.prefill, static_argnames=("policy", "capacity"))
+_prefill_chunked = jax.jit(decoding.prefill_chunked, static_argnames=("policy", "capacity"))
+_observe = jax.jit(decoding.observe, static_argnames=("policies",))
+_compress = jax.jit(decoding.compress, static_argnames=("policy", "capacity"))
+_extend = jax.jit(decoding.extend, static_argnames=("policy", "interval"))
+_GENERATE_STATIC = ("max_new_tokens", "end_tokens", "sampling", "policy")
+_generate = jax.jit(generation.generate, static_argnames=_GENERATE_STATIC)
+
+
+def prefill(
+    model: Decoder,
+    tokens: Tokens,
+    lengths: Int[Array, " B"] | Sequence[int] | None = None,
+    *,
+    policy: Policy | str = "full",
+    budget: Any = 1.0,
+    room: int = 0,
+    capacity: int | None = None,
+    params: Any = None,
+) -> tuple[Float[Array, "B V"], PaddedCache]:
+    """Reads prompts into a cache of bounded size.
+
+    Args:
+      model: the decoder.
+      tokens: [B, T] right-padded token ids (pad to `bucket_length` to share compilations), or
+        lists of ids, which are padded here.
+      lengths: tokens of each row; default all T.
+      policy: a `Policy` or a registered name.
+      budget: tokens (int), fraction of the prompt (float), bytes ("64MiB"), a `Budget`, or an
+        int array [B] of entries per head.
+      room: slots beside the budget for tokens to come (questions, answers); not needed with a
+        policy that evicts while decoding.
+      capacity: slots per head; default what budget, policy and room need.
+      params: learned arrays of the policy, stacked over layers.
+
+    Returns:
+      Logits [B, V] of each row's last token in float32, and the cache.
+
+    Raises:
+      ValueError: empty prompt, prompt beyond the model's context, a budget or policy that is not
+        allowed.
+    """
+    policy = _as_policy(policy)
+    tokens, lengths = _as_batch(tokens, lengths)
+    check_tokens(model, tokens, lengths)
+    entries = resolve_budget(model, budget, lengths)
+    if capacity is None:
+        capacity = default_capacity(model, policy, budget, entries, tokens.shape[1], room)
+    run = _prefill_chunked if policy.schedule.prefill == "chunked" else _prefill
+    return run(model, tokens, lengths, entries, policy=policy, capacity=capacity, params=params)
+
+
+def observe(
+    model: Decoder,
+    tokens: Tokens,
+    lengths: Int[Array, " B"] | Sequence[int] | None = None,
+    *,
+    policies: Sequence[Policy] = (),
+) -> tuple[Float[Array, "B V"], PaddedCache, Observed]:
+    """One prefill that serves every policy: logits, the full cache, and what `compress` needs."""
+    tokens, lengths = _as_batch(tokens, lengths)
+    check_tokens(model, tokens, lengths)
+    for policy in policies:
+        if policy.schedule.prefill == "chunked":
+            raise ValueError(
+                f"policy {policy.name!r} evicts during a chunked prefill, which cannot be shared; "
+                "use prefill"
+            )
+    return _observe(model, tokens, lengths, policies=tuple(policies))
+
+
+def compress(
+    model: Decoder,
+    cache: PaddedCache,
+    observed: Observed,
+    *,
+    policy: Policy | str,
+    budget: Any,
+    room: int = 0,
+    capacity: int | None = None,
+    params: Any = None,
+) -> PaddedCache:
+    """The cache that `prefill` with this policy and budget leaves, from `observe`'s full cache."""
+    policy = _as_policy(policy)
+    entries = resolve_budget(model, budget, cache.next_position)
+    if capacity is None:
+        capacity = default_capacity(model, policy, budget, entries, cache.capacity, room)
+    return _compress(
+        model, cache, observed, entries, policy=policy, capacity=capacity, params=params
+    )
+
+
+def extend(
+    model: Decoder,
+    cache: PaddedCache,
+    tokens: Tokens,
+    lengths: Int[Array, " B"] | Sequence[int] | None = None,
+    *,
+    policy: Policy | None = None,
+    budget: Any = None,
+    params: Any = None,
+    interval: int | None = None,
+) -> tuple[Float[Array, "B V"], PaddedCache]:
+    """Appends tokens (a question, a turn) to a cache; see `decoding.extend`.
+
+    Raises:
+      ValueError: the tokens find no free slots and no policy makes room.
+    """
+    tokens, lengths = _as_batch(tokens, lengths)
+    check_cache(model, cache)
+    evicts = _evicts(policy, interval)
+    if not evicts:
+        check_room(cache, lengths)
+    entries = _as_entries(budget, cache.batch) if evicts else None
+    return _extend(
+        model,
+        cache,
+        tokens,
+        lengths,
+        budget=entries,
+        policy=policy if evicts else None,
+        params=params if evicts else None,
+        interval=interval,
+    )
+
+
+def generate(
+    model: Decoder,
+    cache: PaddedCache,
+    logits: Float[Array, "B V"],
+    *,
+    max_new_tokens: int,
+    end_tokens: Collection[int] = (),
+    sampling: Sampling = Sampling(),
+    key: Array | None = None,
+    finished: Array | None = None,
+    policy: Policy | None = None,
+    budget: Any = None,
+    params: Any = None,
+) -> Generation:
+    """Decodes with a compiled loop; see `generation.generate`.
+
+    Raises:
+      ValueError: the cache has no room for `max_new_tokens` and no policy makes room.
+    """
+    check_cache(model, cache)
+    evicts = _evicts(policy, None)
+    if not evicts:
+        check_room(cache, jnp.full(cache.batch, max_new_tokens, jnp.int32), finished)
+    entries = _as_entries(budget, cache.batch) if evicts else None
+    return _generate(
+        model,
+        cache,
+        logits,
+        max_new_tokens=max_new_tokens,
+        end_tokens=tuple(sorted(end_tokens)),
+        sampling=sampling,
+        key=key,
+        finished=finished,
+        policy=policy if evicts else None,
+        budget=entries,
+        params=params if evicts else None,
+    )
+
+
+def stream(
+    model: Decoder,
+    cache: PaddedCache,
+    logits: Float[Array, "B V"],
+    *,
+    max_new_tokens: int,
+    block: int = 8,
+    key: Array | None = None,
+    **options: Any,
+) -> Iterator[Generation]:
+    """Yields a `Generation` per `block` tokens, the cache carried from one to the next."""
+    finished = jnp.zeros(logits.shape[0], bool)
+    for start in range(0, max_new_tokens, block):
+        part = generate(
+            model,
+            cache,
+            logits,
+            max_new_tokens=min(block, max_new_tokens - start),
+            key=None if key is None else jax.random.fold_in(key, start),
+            finished=finished,
+            **options,
+        )
+        yield part
+        cache, logits, finished = part.cache, part.logits, part.finished
+        if bool(jnp.all(finished)):
+            return
+
+
+def resolve_budget(model: Decoder, budget: Any, lengths: Int[Array, " B"]) -> Int[Array, " B"]:
+    """Entries per head for each row; see `Budget`."""
+    if isinstance(budget, jax.Array | np.ndarray):
+        return _as_entries(budget, lengths.shape[0])
+    if isinstance(lengths, jax.core.Tracer):
+        raise ValueError(
+            f"budget {budget!r} under jit: the lengths are not known, pass an int array of "
+            "entries per head"
+        )
+    parsed = Budget.parse(budget)
+    resolve = partial(parsed.resolve, config=model.config, dtype=model.dtype)
+    return jnp.asarray([resolve(int(length)) for length in lengths], jnp.int32)
+
+
+def default_capacity(
+    model: Decoder, policy: Policy, budget: Any, entries: Int[Array, " B"], length: int, room: int
+) -> int:
+    """Slots per head for prompts padded to `length`: the same for all prompts of one bucket."""
+    if room < 0:
+        raise ValueError(f"room {room}: allowed are integers >= 0")
+    if isinstance(entries, jax.core.Tracer):
+        raise ValueError("a budget that is data under jit needs an explicit capacity")
+    if isinstance(budget, jax.Array | np.ndarray):
+        largest = int(jnp.max(entries))
+    else:
+        largest = Budget.parse(budget).resolve(length, model.config, model.dtype)
+    windows = [int(window) for window in model.windows]
+    kv_heads = model.config.num_kv_heads
+    return capacity_for(policy, largest, length, windows, kv_heads, room)
+
+
+def check_tokens(model: Decoder, tokens: Int[Array, "B T"], lengths: Int[Array, " B"]) -> None:
+    """Refuses empty prompts, prompts beyond the context and ids outside the vocabulary."""
+    if isinstance(tokens, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer):
+        return
+    counts, limit = np.asarray(lengths), model.config.max_length
+    if counts.size == 0 or counts.min() < 1:
+        raise ValueError("empty prompt: every row needs at least one token")
+    if counts.max() > tokens.shape[1]:
+        raise ValueError(f"length {counts.max()}: the tokens have {tokens.shape[1]} columns")
+    if counts.max() > limit:
+        raise ValueError(f"prompt of {counts.max()} tokens: this model's context is {limit} tokens")
+    ids = np.asarray(tokens)
+    if ids.min() < 0 or ids.max() >= model.config.vocab_size:
+        wrong = ids.min() if ids.min() < 0 else ids.max()
+        raise ValueError(f"token id {wrong}: allowed are 0 to {model.config.vocab_size - 1}")
+
+
+def check_cache(model: Decoder, cache: PaddedCache) -> None:
+    """Refuses a cache whose shape or dtype is not this model's."""
+    config = model.config
+    wanted = (config.num_layers, config.num_kv_heads, config.head_dim)
+    found = (cache.keys.shape[0], cache.keys.shape[2], cache.keys.shape[4])
+    if wanted != found:
+        raise ValueError(
+            f"cache of another model: (layers, KV heads, head size) {found}, the model has {wanted}"
+        )
+
+
+def check_room(cache: PaddedCache, counts: Int[Array, " B"], finished: Array | None = None) -> None:
+    """Refuses more tokens than every head has free slots for."""
+    if isinstance(cache.lengths, jax.core.Tracer) or isinstance(counts, jax.core.Tracer):
+        return
+    used = np.asarray(cache.lengths).max(axis=(0, 2)) + np.asarray(counts)
+    if finished is not None and not isinstance(finished, jax.core.Tracer):
+        used = np.where(np.asarray(finished), 0, used)
+    if used.max(initial=0) > cache.capacity:
+        free = cache.capacity - int(np.asarray(cache.lengths).max())
+        raise ValueError(
+            f"{int(np.asarray(counts).max())} tokens for a cache with {free} free of "
+            f"{cache.capacity} slots: prefill with more room, or with a decode_interval"
+        )
+
+
+def _evicts(policy: Policy | None, interval: int | None) -> bool:
+    if policy is None or policy.scorer is None:
+        return False
+    return interval is not None or policy.schedule.decode_interval is not None
+
+
+def _as_policy(policy: Policy | str) -> Policy:
+    return named_policy(policy) if isinstance(policy, str) else policy
+
+
+def _as_entries(budget: Any, batch: int) -> Int[Array, " B"]:
+    if budget is None:
+        raise ValueError("a policy that evicts while decoding needs a budget (entries per head)")
+    if isinstance(budget, bool | float | str):
+        raise ValueError(f"budget {budget!r} here: allowed are entries per head, an int or [B]")
+    entries = jnp.asarray(budget, jnp.int32)
+    if not isinstance(entries, jax.core.Tracer) and int(entries.min()) < 1:
+        raise ValueError(f"budget {int(entries.min())} entries: allowed are integers >= 1")
+    return jnp.broadcast_to(entries, (batch,))
+
+
+def _as_batch(
+    tokens: Tokens, lengths: Int[Array, " B"] | Sequence[int] | None
+) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
+    if isinstance(tokens, jax.Array | np.ndarray):
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens of shape {tokens.shape}: allowed is [batch, length]")
+        if lengths is None:
+            lengths = np.full(tokens.shape[0], tokens.shape[1])
+        return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
+    if lengths is not None:
+        raise ValueError("lengths go with an array of tokens; lists have their own")
+    rows = [list(row) if isinstance(row, Sequence) else [row] for row in tokens]
+    if tokens and not isinstance(tokens[0], Sequence):
+        rows = [[row[0] for row in rows]]
+    if not rows or any(not row for row in rows):
+        raise ValueError("empty prompt: every row needs at least one token")
+    counts = [len(row) for row in rows]
+    padded = np.zeros((len(rows), max(counts)), np.int32)
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = row
+    return jnp.asarray(padded), jnp.asarray(counts, jnp.int32)
