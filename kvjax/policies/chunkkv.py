@@ -33,6 +33,7 @@ class ChunkKV(SnapKV):
     chunk_size: int = 10
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.chunk_size < 1:
             raise ValueError(f"chunk_size={self.chunk_size}: allowed are integers >= 1")
 

@@ -9,6 +9,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 
+def check_pooling(kernel: int, kind: str = "max") -> None:
+    """Raises ValueError for a kernel that is not an odd positive integer, or an unknown kind."""
+    if kernel < 1 or kernel % 2 == 0:
+        raise ValueError(f"kernel={kernel}: allowed are odd integers >= 1")
+    if kind not in ("avg", "max"):
+        raise ValueError(f"pooling={kind!r}: allowed are 'avg' and 'max'")
+
+
 def pool(
     scores: Float[Array, "*n S"],
     kernel: int,
@@ -25,10 +33,7 @@ def pool(
     Raises:
       ValueError: a kernel that is not an odd positive integer, or an unknown kind.
     """
-    if kernel < 1 or kernel % 2 == 0:
-        raise ValueError(f"kernel={kernel}: allowed are odd integers >= 1")
-    if kind not in ("avg", "max"):
-        raise ValueError(f"pooling={kind!r}: allowed are 'avg' and 'max'")
+    check_pooling(kernel, kind)
     absent = 0.0 if kind == "avg" else -jnp.inf
     if valid is not None:
         scores = jnp.where(valid, scores, absent)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.policies.base import Params, Protection, Schedule, Scorer
 from kvjax.policies.observation import Observation, State
-from kvjax.policies.pooling import pool
+from kvjax.policies.pooling import check_pooling, pool
 from kvjax.policies.registry import register
 
 _ROWS = 128  # rows of the cosine matrix that exist at a time
@@ -39,6 +39,13 @@ class RKV(Scorer):
     lam: float = 0.1
     kernel: int = 7
     threshold: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.window < 1 or not 0 <= self.lam <= 1:
+            raise ValueError(
+                f"window={self.window}, lam={self.lam}: allowed are window >= 1 and lam in [0, 1]"
+            )
+        check_pooling(self.kernel)
 
     def protection(self) -> Protection:
         return Protection(sinks=0, recent=self.window)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from kernels_pallas.window_scores import window_attention
 from kvjax.policies.base import Params, Protection, Scorer
 from kvjax.policies.observation import Observation, State
-from kvjax.policies.pooling import pool
+from kvjax.policies.pooling import check_pooling, pool
 from kvjax.policies.registry import register
 
 
@@ -32,6 +32,11 @@ class SnapKV(Scorer):
     window: int = 32
     kernel: int = 5
     pooling: Literal["avg", "max"] = "avg"
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ValueError(f"window={self.window}: allowed are integers >= 1")
+        check_pooling(self.kernel, self.pooling)
 
     def protection(self) -> Protection:
         return Protection(sinks=0, recent=self.window)

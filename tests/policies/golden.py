@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -154,7 +155,7 @@ def lagkv(o: SimpleNamespace, *, lag: int = 128, skip: int = 4) -> np.ndarray:
         entries = [s for s, token in enumerate(positions) if token >= skip]
         parts = [entries[i : i + lag] for i in range(0, len(entries), lag)]
         parts = [part for part in parts if len(part) == lag]
-        for part, following in zip(parts[:-1], parts[1:], strict=True):
+        for part, following in pairwise(parts):
             total = np.zeros(lag)
             for x in (o.keys[k], o.values[k]):
                 low, high = x[following].min(axis=0), x[following].max(axis=0)

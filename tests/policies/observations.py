@@ -141,6 +141,28 @@ def make_observation(
     )
 
 
+def one_call(observation: Observation, begin: int, end: int) -> Observation:
+    """What the call that reads tokens begin..end-1 of the prompt shows, nothing being evicted.
+
+    For observations with `cached=0`. Queries and column attention, which the call would have to
+    compute anew, are None.
+    """
+    tokens = slice(begin, end)
+    return dataclasses.replace(
+        observation,
+        keys=observation.keys[:, :, :end],
+        values=observation.values[:, :, :end],
+        positions=observation.positions[:, :, :end],
+        next_position=jnp.minimum(observation.next_position, end),
+        queries=None,
+        query_positions=None,
+        new_positions=observation.new_positions[:, tokens],
+        queries_pre_rope=observation.queries_pre_rope[:, :, tokens],
+        hidden=observation.hidden[:, tokens],
+        column_attention=None,
+    )
+
+
 def one_row(observation: Observation, row: int) -> Observation:
     """The same observation with a batch of one."""
     shared = {"layer", "rope_frequencies", "output_projection"}
