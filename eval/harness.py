@@ -122,6 +122,7 @@ def run_sample(config: Config, engine: Engine, prompter: Prompter, sample: Sampl
         question=sample.question,
         answers=sample.answers,
         excerpt=_excerpt(sample),
+        needle_tokens=prompt.needle,
         metadata=sample.metadata,
         prefill_seconds=prefill_seconds,
         records=tuple(records),

@@ -58,6 +58,7 @@ class SampleResult:
     question: str
     answers: tuple[str, ...]
     excerpt: str  # the context around the needle
+    needle_tokens: tuple[int, int] | None  # where the needle lies in the prompt
     metadata: Mapping[str, Any]
     prefill_seconds: float
     records: tuple[Record, ...]
@@ -154,5 +155,8 @@ def _sample_result(content: dict[str, Any]) -> SampleResult:
         Record(**{**record, "kept_profile": tuple(record["kept_profile"])})
         for record in content["records"]
     )
-    answers = tuple(content["answers"])
-    return SampleResult(**{**content, "records": records, "answers": answers})
+    answers, needle = tuple(content["answers"]), content["needle_tokens"]
+    needle = None if needle is None else tuple(needle)
+    return SampleResult(
+        **{**content, "records": records, "answers": answers, "needle_tokens": needle}
+    )

@@ -49,8 +49,13 @@ class Answers:
 class Engine(Protocol):
     """Prefill, compress, answer. Times are in seconds and leave compilation out."""
 
-    tokenizer: Tokenizer
-    policies: Mapping[str, Any]  # by label; "full" is one of them
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Of the model that answers."""
+
+    @property
+    def policies(self) -> Mapping[str, Any]:
+        """By label; "full" is one of them."""
 
     @property
     def context_limit(self) -> int:

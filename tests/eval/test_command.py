@@ -1,0 +1,70 @@
+"""`kvjax eval`: bad input ends in one line, status 2, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvjax.cli.main import main
+
+DEMO = "configs/demo.yaml"
+
+
+def demo(tmp_path, **changes):
+    content = yaml.safe_load(Path(DEMO).read_text(encoding="utf-8")) | changes
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "message"),
+    [
+        ({}, ["--samples", "0"], "--samples=0"),
+        ({}, ["--haystack", "/no/such/book.txt"], "/no/such/book.txt"),
+        ({}, ["--resume"], "--resume"),
+        ({}, ["--resume", "--overwrite"], "not allowed with"),
+        ({"policies": ["snapvk"]}, [], "unknown policy 'snapvk'"),
+        ({"policies": [{"snapkv": {"size": 3}}]}, [], "policy 'snapkv' has no option 'size'"),
+        ({"policies": [{"snapkv": {"prefill": "chunked"}}]}, [], "policies[0].snapkv.prefill="),
+        ({"model": "no-such-model"}, [], "no-such-model"),
+        ({"budgets": [0]}, [], "budgets[0]=0"),
+        ({"colour": "red"}, [], "unknown key 'colour'"),
+    ],
+)
+def test_bad_input(tmp_path, capsys, changes, arguments, message):
+    output = tmp_path / "out"
+    path = demo(tmp_path, **changes)
+    assert main(["eval", "--config", path, "--output", str(output), *arguments]) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err and shown.err.count("\n") == 1 and shown.out == ""
+    assert not output.exists()
+
+
+def test_without_a_config_it_says_what_is_missing(capsys):
+    assert main(["eval"]) == 2
+    assert "--config" in capsys.readouterr().err
+
+
+def test_an_output_that_is_a_file_is_refused(tmp_path, capsys):
+    (tmp_path / "taken").write_text("mine")
+    arguments = ["eval", "--config", DEMO, "--output", str(tmp_path / "taken" / "run")]
+    assert main(arguments) == 2
+    assert "is not a directory" in capsys.readouterr().err
+    assert (tmp_path / "taken").read_text() == "mine"
+
+
+def test_dry_run_counts_without_the_model(tmp_path, capsys):
+    path = demo(tmp_path, model="no-such-model", output=str(tmp_path / "out"))
+    assert main(["eval", "--config", path, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "prefills   40" in shown and f"answers    {40 * (1 + 7 * 3)}" in shown
+    assert not (tmp_path / "out").exists()
+
+
+def test_list_names_tasks_haystacks_and_policies(capsys):
+    assert main(["eval", "--list"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("needle", "noise", "prose", "full", "snapkv"))
