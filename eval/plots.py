@@ -154,7 +154,8 @@ def depth_by_length(results: Results, task: str, haystack: str) -> Any:
     figure.supxlabel("prompt length, tokens", fontsize=8)
     if mesh is not None:
         bar = figure.colorbar(mesh, ax=grid, shrink=0.5, aspect=30, pad=0.02)
-        bar.solids.set(rasterized=False, edgecolor="face")
+        if bar.solids is not None:
+            bar.solids.set(rasterized=False, edgecolor="face")
         bar.outline.set_visible(False)
         bar.ax.tick_params(labelsize=7, length=0)
         bar.set_label("score", fontsize=8)

@@ -76,7 +76,7 @@ def markdown(results: Results) -> str:
     failures = results.failures
     parts.append(f"## Failures\n\n{len(failures) or 'No'} answers failed.")
     parts += [
-        f"* {s.id}, {_escaped(r.policy)}, {budget_label(r.budget)}: {_escaped(r.error or '')}"
+        f"* {_escaped(s.id)}, {_escaped(r.policy)}, {budget_label(r.budget)}: {_escaped(r.error or '')}"
         for s, r in failures
     ]
     return "\n".join(parts) + "\n"

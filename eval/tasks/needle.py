@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import random
+from collections.abc import Callable, Iterator
 
 from eval.haystacks import Haystack
 from eval.tasks.base import CountTokens, Sample, Task, string_match
@@ -96,7 +97,7 @@ def _context(haystack: Haystack, sentences: list[str], needle: str, depth: float
     return (_INTRODUCTION + before + inserted + after).rstrip()
 
 
-def _fill(stream, count, length: int) -> list[str]:
+def _fill(stream: Iterator[str], count: Callable[[list[str]], int], length: int) -> list[str]:
     """The most sentences that fit; the last is cut at a word where more than 1 % is missing."""
     sentences: list[str] = []
     used = step = count(sentences)
