@@ -105,9 +105,7 @@ class ReSTKV(Scorer):
         if not self.beta > 0:
             raise ValueError(f"beta={self.beta}: allowed are numbers > 0")
         if self.beta_fraction is not None and not 0 < self.beta_fraction <= 1:
-            raise ValueError(
-                f"beta_fraction={self.beta_fraction}: allowed are fractions in (0, 1]"
-            )
+            raise ValueError(f"beta_fraction={self.beta_fraction}: allowed are fractions in (0, 1]")
 
     def protection(self) -> Protection:
         return Protection(sinks=0, recent=self.window)
@@ -217,9 +215,7 @@ class ReSTKV(Scorer):
             beta = jnp.maximum(self.beta_fraction * count, jnp.float32(1e-6))
         if steps == 0 and self.rule == "clean":
             width = jnp.full(scores.shape[:2], self.k_min, jnp.int32)
-            return shifted_average(
-                scores, entries, width, jnp.zeros_like(width), self.k_min // 2
-            )
+            return shifted_average(scores, entries, width, jnp.zeros_like(width), self.k_min // 2)
         drift = attention_drift(
             weights,
             query_positions,

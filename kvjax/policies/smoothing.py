@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -38,7 +37,7 @@ def query_weights(
 
 
 def slot_order(valid: Bool[Array, "B K S"]) -> Int[Array, "B K S"]:
-    """The place of each entry among the valid entries of its head; empty slots share a neighbour's."""
+    """The place of each entry among the valid entries of its head."""
     return jnp.maximum(jnp.cumsum(valid, axis=-1, dtype=jnp.int32) - 1, 0)
 
 
@@ -75,8 +74,8 @@ def attention_drift(
 
     # Invariant: `low` is reached by at_low >= wanted weights, `high` by at_high < wanted.
     def unsettled(carry: tuple[Array, ...]) -> Array:
-        step, _, _, at_low, at_high = carry
-        open_rows = (at_low != wanted) & (at_low - at_high > tolerance)
+        step, low, high, at_low, at_high = carry
+        open_rows = (at_low != wanted) & (at_low - at_high > tolerance) & (high - low > 1)
         return (step < 30) & jnp.any(open_rows)
 
     def halve(carry: tuple[Array, ...]) -> tuple[Array, ...]:
