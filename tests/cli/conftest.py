@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import jax
 import pytest
 
+import kvjax
 from kvjax.cli.main import main
+from kvjax.models import orbax
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,3 +37,19 @@ def run(capsys) -> Run:
         return Finished(status=status, out=captured.out, err=captured.err)
 
     return call
+
+
+@pytest.fixture(scope="session")
+def small_checkpoint(tmp_path_factory):
+    """A Hugging Face directory with random weights and no tokenizer; not to be changed."""
+    config = kvjax.ModelConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+    )
+    model = kvjax.Decoder.random(config, jax.random.key(0))
+    return orbax.export_hf(model, None, tmp_path_factory.mktemp("checkpoint") / "model")

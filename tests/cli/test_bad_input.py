@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 
-import jax
 import pytest
 
 import kvjax
-from kvjax.models import orbax
 
-CONFIG = kvjax.ModelConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=16,
-)
 PROMPT = ("generate", "--prompt", "Hello")
 
 # Command line -> what the line has to contain. Nothing here gets as far as loading a model.
@@ -55,9 +45,9 @@ REFUSED = {
         (*PROMPT, "--policy", "snapkv", "--budget", "0.5", "--chunk", "0"),
         ("0", ">= 1"),
     ),
-    "decode interval of zero": (
-        (*PROMPT, "--policy", "snapkv", "--budget", "0.5", "--decode-interval", "0"),
-        ("0", ">= 1"),
+    "negative decode interval": (
+        (*PROMPT, "--policy", "snapkv", "--budget", "0.5", "--decode-interval", "-1"),
+        ("-1", ">= 1"),
     ),
     "missing model": ((*PROMPT, "--model", "./nowhere"), ("./nowhere",)),
     "unknown format": (("convert", "a", "b", "--format", "pt"), ("pt", "orbax", "hf")),
@@ -110,10 +100,9 @@ def test_a_prompt_file_that_is_no_text(run, tmp_path):
 
 
 @pytest.fixture
-def checkpoint(tmp_path):
+def checkpoint(small_checkpoint, tmp_path):
     """A valid Hugging Face directory, to be damaged."""
-    model = kvjax.Decoder.random(CONFIG, jax.random.key(0))
-    return orbax.export_hf(model, None, tmp_path / "model")
+    return shutil.copytree(small_checkpoint, tmp_path / "model")
 
 
 def weights(checkpoint):
