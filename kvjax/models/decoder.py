@@ -185,15 +185,15 @@ class Decoder(nnx.Module):
     @property
     def dtype(self) -> np.dtype:
         """The dtype of parameters and activations."""
-        return self.embedding[...].dtype
+        return self.embedding.get_value().dtype
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The arrays by their name in the layout table."""
+        """The arrays (or abstract leaves) by their name in the layout table."""
         result = {}
         for row in layout(self.config):
             owner = self.layers if row.stacked else self
-            result[row.name] = getattr(owner, row.name.removeprefix("layers."))[...]
+            result[row.name] = getattr(owner, row.name.removeprefix("layers.")).get_value()
         return result
 
     @property
@@ -266,12 +266,20 @@ class Decoder(nnx.Module):
         """
         digest = hashlib.sha256()
         digest.update(json.dumps(dataclasses.asdict(self.config), sort_keys=True).encode())
-        for name, value in self.parameters.items():
-            strides = [max(1, size // SAMPLES_PER_AXIS) for size in value.shape]
-            sample = value[tuple(slice(None, None, stride) for stride in strides)]
+        samples = jax.device_get(_sample(self.parameters))
+        for name, sample in sorted(samples.items()):
             digest.update(name.encode())
-            digest.update(np.asarray(sample).astype("<f4").tobytes())
+            digest.update(sample.astype("<f4").tobytes())
         return digest.hexdigest()[:16]
+
+
+@jax.jit
+def _sample(parameters: dict[str, Array]) -> dict[str, Array]:
+    def strided(value: Array) -> Array:
+        strides = [max(1, size // SAMPLES_PER_AXIS) for size in value.shape]
+        return value[tuple(slice(None, None, stride) for stride in strides)]
+
+    return {name: strided(value) for name, value in parameters.items()}
 
 
 def rms_norm(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,12 +14,16 @@ from safetensors.numpy import save_file
 from kvjax import decoding
 from kvjax.models.checkpoint import load
 from kvjax.models.config import ModelConfig
-from kvjax.policies import policy
+from kvjax.policies.base import Policy, Protection
 from tests.oracle import causal, dense_logits
 from tests.parity import make_fixtures
 
 TOLERANCE = 1e-4
 NAMES = tuple(make_fixtures.CONFIGS)
+
+prefill = jax.jit(decoding.prefill, static_argnames=("policy", "capacity"))
+extend = jax.jit(decoding.extend)
+FULL = Policy(name="full", scorer=None, protection=Protection(sinks=0))
 
 
 def open_fixture(name):
@@ -42,16 +47,15 @@ def recorded(request, tmp_path):
 def cached_logits(model, tokens, prefix):
     """Logits [B, T - prefix + 1, V] from the prefix's last token on, decoded with the cache."""
     batch, length = tokens.shape
-    full = policy("full")
     budget = jnp.full((batch,), length, jnp.int32)
     lengths = jnp.full((batch,), prefix, jnp.int32)
     prompt = jnp.asarray(tokens[:, :prefix])
-    logits, cache = decoding.prefill(model, prompt, lengths, budget, policy=full, capacity=length)
+    logits, cache = prefill(model, prompt, lengths, budget, policy=FULL, capacity=length)
     parts = [logits]
     one = jnp.ones((batch,), jnp.int32)
     for index in range(prefix, length):
         step = jnp.asarray(tokens[:, index : index + 1])
-        logits, cache = decoding.extend(model, cache, step, one)
+        logits, cache = extend(model, cache, step, one)
         parts.append(logits)
     return np.stack([np.asarray(part) for part in parts], axis=1)
 
@@ -74,12 +78,12 @@ def test_ragged_prefill_equals_pytorch(recorded):
     model, arrays = recorded
     tokens = arrays["tokens"]
     lengths = np.array([tokens.shape[1], tokens.shape[1] - 13], np.int32)
-    logits, _ = decoding.prefill(
+    logits, _ = prefill(
         model,
         jnp.asarray(tokens),
         jnp.asarray(lengths),
         jnp.asarray(lengths),
-        policy=policy("full"),
+        policy=FULL,
         capacity=tokens.shape[1],
     )
     expected = arrays["full"][np.arange(len(lengths)), lengths - 1]
