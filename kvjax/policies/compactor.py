@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.policies.base import Params, Protection, StateField
 from kvjax.policies.leverage import LeverageScore
+from kvjax.policies.needed import needed
 from kvjax.policies.observation import Observation, State
 from kvjax.policies.registry import register
 from kvjax.policies.rope import rotate
@@ -50,7 +51,8 @@ class Compactor(LeverageScore):
 
     def update(self, observation: Observation, params: Params, state: State) -> State:
         del params
-        tokens = observation.queries_pre_rope.shape[2]
+        queries = needed(observation.queries_pre_rope, "queries_pre_rope")
+        tokens = queries.shape[2]
         positions = observation.positions[:, :, -tokens:]
         keys = rotate(
             observation.keys[:, :, -tokens:],
@@ -59,9 +61,9 @@ class Compactor(LeverageScore):
             inverse=True,
         )
         received = _chunk_attention(
-            observation.queries_pre_rope,
+            queries,
             keys,
-            observation.new_positions >= 0,
+            needed(observation.new_positions, "queries_pre_rope") >= 0,
             positions >= 0,
             min(self.chunk_size, tokens),
         )

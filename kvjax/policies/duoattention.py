@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.policies.base import Allocator, Params, Protection, Scorer
+from kvjax.policies.needed import needed
 from kvjax.policies.observation import Observation, State
 from kvjax.policies.registry import register
 from kvjax.policies.rope import rotate
@@ -100,12 +101,13 @@ class DuoAttention(Scorer):
         return jnp.where(retrieval | streamed, positions.astype(jnp.float32), -1.0)
 
     def _retrieval_of_prompt(self, observation: Observation) -> Bool[Array, "B K"]:
-        asked = (observation.new_positions >= 0)[:, None, :, None]
+        queries = needed(observation.queries_pre_rope, "queries_pre_rope")
+        asked = needed(observation.new_positions, "queries_pre_rope") >= 0
         keys = rotate(
             observation.keys, observation.positions, observation.rope_frequencies, inverse=True
         )
         area = attention_area(
-            _mean(observation.queries_pre_rope.astype(jnp.float32), asked),
+            _mean(queries.astype(jnp.float32), asked[:, None, :, None]),
             _mean(keys, observation.valid[..., None]),
             observation.rope_frequencies,
             self.length,

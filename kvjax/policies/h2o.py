@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.policies.base import Params, Protection, Schedule, Scorer, StateField
+from kvjax.policies.needed import needed
 from kvjax.policies.observation import Observation, State
 from kvjax.policies.registry import register
 
@@ -39,7 +40,8 @@ class H2O(Scorer):
     def update(self, observation: Observation, params: Params, state: State) -> State:
         del params
         batch, kv_heads, slots = observation.positions.shape
-        received = observation.column_attention.reshape(batch, kv_heads, -1, slots)
+        column = needed(observation.column_attention, "column_attention")
+        received = column.reshape(batch, kv_heads, -1, slots)
         mass = state.slots["attention_mass"] + jnp.mean(received, axis=2)
         mass = jnp.where(observation.valid, mass, 0.0)
         return dataclasses.replace(state, slots={**state.slots, "attention_mass": mass})

@@ -29,5 +29,5 @@ def pyramidkv(
         name="pyramidkv",
         scorer=scorer,
         protection=scorer.protection(),
-        allocator=Pyramid(beta=beta),
+        allocator=Pyramid(beta=beta, recent=window),
     )

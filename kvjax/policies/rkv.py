@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kvjax.policies.base import Params, Protection, Schedule, Scorer
+from kvjax.policies.needed import needed
 from kvjax.policies.observation import Observation, State
 from kvjax.policies.pooling import check_pooling, pool
 from kvjax.policies.registry import register
@@ -61,9 +62,10 @@ class RKV(Scorer):
         return self.lam * self._importance(observation) - (1.0 - self.lam) * redundancy
 
     def _importance(self, observation: Observation) -> Float[Array, "B K S"]:
-        batch, _, window, head_dim = observation.queries.shape
+        queries = needed(observation.queries, "queries")
+        batch, _, window, head_dim = queries.shape
         kv_heads = observation.keys.shape[1]
-        queries = observation.queries.reshape(batch, kv_heads, -1, window, head_dim)
+        queries = queries.reshape(batch, kv_heads, -1, window, head_dim)
         logits = jnp.einsum(
             "bkgqd,bksd->bkgqs",
             queries,
@@ -74,7 +76,7 @@ class RKV(Scorer):
         logits = jnp.max(logits, axis=2) * (head_dim**-0.5)
         start = observation.next_position - self.window
         older = observation.valid & (observation.positions < start[:, None, None])
-        asked = observation.query_positions >= 0
+        asked = needed(observation.query_positions, "queries") >= 0
         weights = _softmax(logits, older[:, :, None] & asked[:, None, :, None])
         count = jnp.maximum(jnp.sum(asked, axis=-1).astype(jnp.float32), 1.0)
         return pool(jnp.sum(weights, axis=2) / count[:, None, None], self.kernel, "max")

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from kernels_pallas.window_scores import window_attention
 from kvjax.policies.base import Params, Protection, Scorer
+from kvjax.policies.needed import needed
 from kvjax.policies.observation import Observation, State
 from kvjax.policies.pooling import check_pooling, pool
 from kvjax.policies.registry import register
@@ -45,15 +46,16 @@ class SnapKV(Scorer):
         self, observation: Observation, params: Params, state: State
     ) -> Float[Array, "B K S"]:
         del params, state
+        query_positions = needed(observation.query_positions, "queries")
         weights = window_attention(
-            observation.queries,
+            needed(observation.queries, "queries"),
             observation.keys,
-            observation.query_positions,
+            query_positions,
             observation.positions,
         )  # [B, H, W, S]
         batch, _, window, slots = weights.shape
         grouped = weights.reshape(batch, -1, observation.num_groups, window, slots)
-        asked = jnp.sum(observation.query_positions >= 0, axis=-1).astype(jnp.float32)
+        asked = jnp.sum(query_positions >= 0, axis=-1).astype(jnp.float32)
         share = 1.0 / (jnp.maximum(asked, 1.0) * observation.num_groups)
         mean = jnp.sum(grouped, axis=(2, 3)) * share[:, None, None]
         start = observation.next_position - self.window

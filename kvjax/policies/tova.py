@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from kernels_pallas.window_scores import window_attention
 from kvjax.policies.base import Params, Protection, Schedule, Scorer
+from kvjax.policies.needed import needed
 from kvjax.policies.observation import Observation, State
 from kvjax.policies.registry import register
 from kvjax.policies.sharing import sum_over_heads
@@ -44,9 +45,9 @@ class Tova(Scorer):
     ) -> Float[Array, "B K S"]:
         del params, state
         weights = window_attention(
-            observation.queries[:, :, -1:],
+            needed(observation.queries, "queries")[:, :, -1:],
             observation.keys,
-            observation.query_positions[:, -1:],
+            needed(observation.query_positions, "queries")[:, -1:],
             observation.positions,
         )
         batch, heads, _, slots = weights.shape

@@ -97,6 +97,24 @@ def test_options_outside_their_range_are_refused(name: str, option: dict[str, ob
         policy(name, **option)
 
 
+def test_pyramidkv_is_snapkv_with_more_entries_in_lower_layers() -> None:
+    built = policy("pyramidkv", window=4, kernel=7, pooling="max", beta=10)
+    assert built.scorer == policy("snapkv", window=4, kernel=7, pooling="max").scorer
+    assert (built.protection.sinks, built.protection.recent) == (0, 4)
+    budgets = built.allocator.layer_budgets(
+        jnp.asarray([64], dtype=jnp.int32), jnp.asarray([1000], dtype=jnp.int32), 6
+    )
+    assert np.all(np.diff(np.asarray(budgets)[:, 0]) < 0)
+    assert int(budgets.sum()) == 6 * 64
+    assert int(budgets[-1, 0]) == 4 + 60 // 10
+
+
+def test_a_field_that_was_not_gathered_is_named() -> None:
+    observation = dataclasses.replace(make_observation(2, window=1), queries=None)
+    with pytest.raises(ValueError, match=r"'queries' .* Scorer\.needs"):
+        scores_of(policy("tova").scorer, observation)
+
+
 def test_random_scores_depend_on_the_token_and_not_on_its_slot() -> None:
     scorer = policy("random").scorer
     whole = scores_of(scorer, make_observation(1, slots=24))
