@@ -56,6 +56,8 @@ def load(
     or config feature and says what is allowed.
     """
     name = os.fspath(name_or_path)
+    if not name:
+        raise FileNotFoundError(f"model {name!r} does not exist; {ALLOWED}")
     path = Path(name).expanduser()
     if path.is_dir():
         return _load_directory(path, dtype, mesh, rules)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.layout import Parameter, layout
@@ -37,7 +37,7 @@ class ShardingRules:
     mlp: MeshAxes = "tensor"
 
     def spec(
-        self, axes: tuple[str | None, ...], units: tuple[int, ...], mesh: Mesh
+        self, axes: tuple[str | None, ...], units: tuple[int, ...], mesh: Mesh | AbstractMesh
     ) -> PartitionSpec:
         """The partition of an array with these logical axes.
 
