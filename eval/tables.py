@@ -75,10 +75,9 @@ def markdown(results: Results) -> str:
         parts.append("")
     failures = results.failures
     parts.append(f"## Failures\n\n{len(failures) or 'No'} answers failed.")
-    parts += [
-        f"* {_escaped(s.id)}, {_escaped(r.policy)}, {budget_label(r.budget)}: {_escaped(r.error or '')}"
-        for s, r in failures
-    ]
+    for s, r in failures:
+        where = f"{_escaped(s.id)}, {_escaped(r.policy)}, {budget_label(r.budget)}"
+        parts.append(f"* {where}: {_escaped(r.error or '')}")
     return "\n".join(parts) + "\n"
 
 
