@@ -16,6 +16,7 @@ from kvjax.policies.competition import (
     check_ceiling,
     largest_under,
 )
+from kvjax.policies.needed import needed
 from kvjax.policies.observation import Observation, State
 from kvjax.policies.pooling import pool
 from kvjax.policies.registry import register
@@ -126,16 +127,18 @@ class CAKE(Scorer):
         mean, variance = window_moments(weights, query_positions)
         batch, kv_heads, slots = entries.shape
         value = (mean + self.gamma * variance).reshape(batch, kv_heads, -1, slots)
-        return pool(jnp.where(entries, jnp.mean(value, axis=2), 0.0), self.kernel)
+        joined = jnp.mean(value, axis=2)
+        pooled = pool(jnp.where(entries, joined, 0.0), self.kernel)
+        return jnp.where(entries, pooled, joined)
 
 
 def _attention(
     observation: Observation, window: int
 ) -> tuple[Float[Array, "B H W S"], Int[Array, "B W"], Bool[Array, "B K S"]]:
     """The window's attention weights, its positions, and which entries lie before it."""
-    query_positions = observation.query_positions[:, -window:]
+    query_positions = needed(observation.query_positions, "queries")[:, -window:]
     weights = window_attention(
-        observation.queries[:, :, -window:],
+        needed(observation.queries, "queries")[:, :, -window:],
         observation.keys,
         query_positions,
         observation.positions,

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float
 
 from kernels_pallas.select import keep_mask
 from kvjax.policies.base import Allocator, Params, Protection, Schedule, Scorer, StateField
+from kvjax.policies.needed import needed
 from kvjax.policies.observation import Observation, State
 from kvjax.policies.reconstruction import by_slot_blocks, clean_values
 from kvjax.policies.registry import policy, register
@@ -73,7 +74,9 @@ class CriticalKV(Scorer):
         rank = self.base.protection().rank(observation.positions, observation.next_position, budget)
         first_count = jnp.floor(self.fraction * budget.astype(jnp.float32)).astype(jnp.int32)
         first = keep_mask(scores, rank, valid, first_count)
-        norms = projected_value_norms(observation.values, valid, observation.output_projection)
+        norms = projected_value_norms(
+            observation.values, valid, needed(observation.output_projection, "output_projection")
+        )
         second = jnp.where(valid, (scores + self.epsilon) * norms, 0.0)
         # Stage 1 keeps the order of s between `top` and twice `top`, above every stage 2 score.
         axes = (1, 2)

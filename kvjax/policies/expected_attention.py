@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.policies.base import Params, Protection, Scorer
+from kvjax.policies.needed import needed
 from kvjax.policies.observation import Observation, State
 from kvjax.policies.reconstruction import by_slot_blocks, value_norms
 from kvjax.policies.registry import register
@@ -58,8 +59,8 @@ class ExpectedAttention(Scorer):
         batch, kv_heads, slots = valid.shape
         head_dim = observation.keys.shape[-1]
         mean, covariance = query_statistics(
-            observation.queries_pre_rope,
-            observation.new_positions >= self.skipped,
+            needed(observation.queries_pre_rope, "queries_pre_rope"),
+            needed(observation.new_positions, "queries_pre_rope") >= self.skipped,
             self.use_covariance,
         )
         rotation = mean_rotation(

@@ -8,10 +8,11 @@ from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.window_scores import window_attention
 from kvjax.policies.base import Granularity, Params, Protection, Scorer
+from kvjax.policies.needed import needed
 from kvjax.policies.observation import Observation, State
 from kvjax.policies.pooling import pool
 from kvjax.policies.reconstruction import (
@@ -114,8 +115,9 @@ class ReSTKV(Scorer):
         self, observation: Observation, params: Params, state: State
     ) -> Float[Array, "B K S"]:
         del state
-        queries = observation.queries[:, :, -self.window :]
-        query_positions = observation.query_positions[:, -self.window :]
+        queries = needed(observation.queries, "queries")[:, :, -self.window :]
+        query_positions = needed(observation.query_positions, "queries")
+        query_positions = query_positions[:, -self.window :]
         weights = window_attention(
             queries, observation.keys, query_positions, observation.positions
         )  # [B, H, W, S]
@@ -139,7 +141,7 @@ class ReSTKV(Scorer):
         share: Float[Array, "B W"],
         entries: Bool[Array, "B K S"],
     ) -> Float[Array, "B N S"]:
-        """Unsmoothed scores of the entries before the window, 0 elsewhere; N is K or H."""
+        """Unsmoothed scores; N is K or H. Outputs in mode "after" are of `entries` only."""
         batch, heads, window, slots = weights.shape
         kv_heads = entries.shape[1]
         values, valid = observation.values, observation.valid
@@ -148,8 +150,7 @@ class ReSTKV(Scorer):
             return rows.reshape(batch, kv_heads, -1, slots)
 
         def average() -> Float[Array, "B K G S"]:
-            mean = jnp.sum(weights * share[:, None, :, None], axis=2)
-            return jnp.where(entries[:, :, None], grouped(mean), 0.0)
+            return grouped(jnp.sum(weights * share[:, None, :, None], axis=2))
 
         if self.indicator != "reconstruction":
             mean = average()
@@ -160,12 +161,15 @@ class ReSTKV(Scorer):
 
         factor = params.get("output_factor") if isinstance(params, dict) else None
         if self.use_wo and factor is None:
-            factor = output_factor(observation.output_projection, kv_heads, self.granularity)
+            projection = needed(observation.output_projection, "output_projection")
+            factor = output_factor(projection, kv_heads, self.granularity)
 
-        def error(attention: Float[Array, "B K G S"]) -> Float[Array, "B N S"]:
+        def error(
+            attention: Float[Array, "B K G S"], summed: Float[Array, "B K G S"]
+        ) -> Float[Array, "B N S"]:
             return removal_error(
-                odds(jnp.where(entries[:, :, None], attention, 0.0)),
-                attention_output(attention, values, valid),
+                odds(attention),
+                attention_output(summed, values, valid),
                 values,
                 valid,
                 factor if self.use_wo else None,
@@ -174,12 +178,13 @@ class ReSTKV(Scorer):
             )
 
         if self.mode == "after":
-            return error(average())
+            mean = average()
+            return error(mean, jnp.where(entries[:, :, None], mean, 0.0))
 
         def add(query: Array, total: Array) -> Array:
             row = lax.dynamic_index_in_dim(weights, query, axis=2, keepdims=False)
             own = lax.dynamic_index_in_dim(share, query, axis=1, keepdims=False)
-            return total + own[:, None, None] * error(grouped(row))
+            return total + own[:, None, None] * error(grouped(row), grouped(row))
 
         scored = kv_heads if self.granularity == "kv" else heads
         return lax.fori_loop(0, window, add, jnp.zeros((batch, scored, slots), jnp.float32))
@@ -189,16 +194,29 @@ class ReSTKV(Scorer):
         observation: Observation,
         scores: Float[Array, "B N S"],
         weights: Float[Array, "B H W S"],
-        query_positions: Array,
+        query_positions: Int[Array, "B W"],
         entries: Bool[Array, "B K S"],
     ) -> Float[Array, "B N S"]:
+        """Smoothed scores of `entries`; the window's own stay as they are."""
         if self.spatial == "none":
             return scores
         group = scores.shape[1] // entries.shape[1]
         entries = jnp.repeat(entries, group, axis=1)
-        if self.spatial != "adaptive":
-            pooled = pool(scores, self.k_min, self.spatial)
-            return jnp.where(entries, pooled, 0.0)
+        if self.spatial == "adaptive":
+            smooth = self._adaptive(observation, scores, weights, query_positions, entries, group)
+        else:
+            smooth = pool(jnp.where(entries, scores, 0.0), self.k_min, self.spatial)
+        return jnp.where(entries, smooth, scores)
+
+    def _adaptive(
+        self,
+        observation: Observation,
+        scores: Float[Array, "B N S"],
+        weights: Float[Array, "B H W S"],
+        query_positions: Int[Array, "B W"],
+        entries: Bool[Array, "B N S"],
+        group: int,
+    ) -> Float[Array, "B N S"]:
         if observation.budget is None:
             raise ValueError(
                 "ReST-KV's adaptive smoothing needs Observation.budget, the entries per head that "
