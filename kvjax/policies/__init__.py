@@ -1,5 +1,6 @@
 """Eviction policies: one file per method, and the pieces they are composed of."""
 
+from kvjax.policies.allocators import Ada, Cake, Global, Pyramid
 from kvjax.policies.base import (
     Allocator,
     Policy,
@@ -12,20 +13,29 @@ from kvjax.policies.base import (
 )
 from kvjax.policies.observation import Observation, State
 from kvjax.policies.registry import describe, options, policy, policy_names, register
+from kvjax.policies.value_merging import CacheMerging, PivotMerging
 
 # The methods: importing a file registers its names.
 from kvjax.policies import (  # isort: skip
+    adakv,
+    cake,
+    caote,
     chunkkv,
     compactor,
+    criticalkv,
     duoattention,
+    expected_attention,
+    full,
     h2o,
     keydiff,
     knorm,
+    kvzip,
     lagkv,
     leverage,
     pyramidkv,
     qfilters,
     random,
+    restkv,
     rkv,
     snapkv,
     streaming,
@@ -33,23 +43,36 @@ from kvjax.policies import (  # isort: skip
 )
 
 __all__ = [
+    "Ada",
     "Allocator",
+    "CacheMerging",
+    "Cake",
+    "Global",
     "Observation",
+    "PivotMerging",
     "Policy",
     "Protection",
+    "Pyramid",
     "Remainder",
     "Schedule",
     "Scorer",
     "State",
     "StateField",
     "Uniform",
+    "adakv",
+    "cake",
+    "caote",
     "chunkkv",
     "compactor",
+    "criticalkv",
     "describe",
     "duoattention",
+    "expected_attention",
+    "full",
     "h2o",
     "keydiff",
     "knorm",
+    "kvzip",
     "lagkv",
     "leverage",
     "options",
@@ -59,6 +82,7 @@ __all__ = [
     "qfilters",
     "random",
     "register",
+    "restkv",
     "rkv",
     "snapkv",
     "streaming",
