@@ -3,7 +3,7 @@
 # Models
 # Caches and budgets
 from kvjax.budget import Budget, bucket_length
-from kvjax.cache import PaddedCache, nbytes, stack_rows, take_rows
+from kvjax.cache import PaddedCache, PagedCache, Pages, nbytes, stack_rows, take_rows
 
 # Decoding
 from kvjax.generation import Generation, Sampling
@@ -24,6 +24,8 @@ __all__ = [
     "Loaded",
     "ModelConfig",
     "PaddedCache",
+    "PagedCache",
+    "Pages",
     "Policy",
     "Protection",
     "Sampling",

@@ -16,10 +16,9 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas.attention import attention, merge
 from kernels_pallas.column_attention import column_attention
-from kernels_pallas.gather_compact import gather_slots
-from kernels_pallas.select import kept_indices
 from kvjax import eviction
-from kvjax.cache.padded import PaddedCache
+from kvjax.cache import Cache, PaddedCache, PagedCache, Pages
+from kvjax.cache.padded import join
 from kvjax.models.decoder import Decoder, DecoderLayer, Projected
 from kvjax.policies.base import Policy
 from kvjax.policies.observation import Observation, State
@@ -48,35 +47,38 @@ def prefill(
     *,
     policy: Policy,
     capacity: int,
+    pages: Pages | None = None,
     params: Any = None,
-) -> tuple[Float[Array, "B V"], PaddedCache]:
+) -> tuple[Float[Array, "B V"], Cache]:
     """Whole prefill: every layer attends to the full prompt and leaves the layer compacted.
 
-    One layer's full cache is alive at a time. `tokens` are right-padded; `budget` is entries per
-    head and row; `capacity` is the cache's slots per head; `params` are the policy's learned
-    arrays, stacked over layers. Returns the logits of each row's last token and the cache.
+    `tokens` are right-padded; `budget` is entries per head and row; `capacity` is the most slots
+    a head gets; with `pages` the cache is paged; `params` are the policy's learned arrays,
+    stacked over layers. Returns the logits of each row's last token and the cache.
+
+    The full cache of one layer at a time is alive, beside what the layers before kept. An
+    allocator that crosses layers decides after the last of them: until then each head keeps its
+    best `capacity` entries as candidates, so that bound is also the bound of the peak.
     """
     windows = jnp.asarray(model.windows)
     positions = _prompt_positions(tokens, lengths)
-    budgets = eviction.layer_budgets(policy, budget, lengths, windows)
+    budgets = eviction.layer_budgets(policy, budget, lengths, model.config.num_layers)
 
-    def body(x: Array, inputs: Any) -> tuple[Array, Any]:
+    def body(x: Array, inputs: Any) -> tuple[Array, eviction.Kept]:
         layer, window, index, layer_budget, layer_params = inputs
-        x, new, column = _attend(
-            layer, x, model.rotation(positions), positions, window, policy.needs
-        )
+        rotation = model.rotation(positions)
+        x, new, column = _attend(layer, x, rotation, positions, window, policy.needs)
         queries = _window_queries(policy.window, new, positions, policy.needs)
         observation = _observe(
             model, layer, index, positions, lengths, policy.needs, new, queries, column
         )
-        return x, _compressed_layer(
-            policy, observation, layer_budget, window, capacity, layer_params
-        )
+        kept = eviction.cut_layer(policy, observation, layer_budget, window, capacity, layer_params)
+        return x, kept
 
-    x, parts = lax.scan(
-        body, model.embed(tokens), (model.layers, windows, _layer_ids(model), budgets, params)
-    )
-    return _last_logits(model, x, lengths), _assemble(parts, lengths)
+    inputs = (model.layers, windows, layer_ids(model), budgets, params)
+    x, kept = lax.scan(body, model.embed(tokens), inputs)
+    cache = _assemble(model, policy, kept, budget, lengths, capacity, pages)
+    return _last_logits(model, x, lengths), cache
 
 
 def observe(
@@ -130,23 +132,24 @@ def compress(
     *,
     policy: Policy,
     capacity: int,
+    pages: Pages | None = None,
     params: Any = None,
-) -> PaddedCache:
+) -> Cache:
     """The cache that `prefill` with this policy would have left, from `observe`'s full cache."""
-    windows = jnp.asarray(model.windows)
     lengths = cache.next_position
-    budgets = eviction.layer_budgets(policy, budget, lengths, windows)
+    budgets = eviction.layer_budgets(policy, budget, lengths, model.config.num_layers)
     per_layer = {
         name: getattr(observed, name)
         for name in ("queries", "queries_pre_rope", "hidden", "column_attention")
         if name in policy.needs
     }
-    query_positions = observed.query_positions
+    query_positions = None
     if "queries" in per_layer:
+        assert observed.query_positions is not None
         per_layer["queries"] = per_layer["queries"][:, :, :, -policy.window :]
-        query_positions = query_positions[:, -policy.window :]
+        query_positions = observed.query_positions[:, -policy.window :]
 
-    def body(_: None, inputs: Any) -> tuple[None, Any]:
+    def body(_: None, inputs: Any) -> tuple[None, eviction.Kept]:
         layer, window, index, layer_budget, layer_params, keys, values, positions, seen = inputs
         observation = Observation(
             keys=keys,
@@ -155,21 +158,21 @@ def compress(
             next_position=lengths,
             layer=index,
             rope_frequencies=jnp.asarray(model.rope_frequencies[0]),
-            query_positions=query_positions if "queries" in policy.needs else None,
+            query_positions=query_positions,
             new_positions=observed.new_positions,
             output_projection=(
                 layer.output_projection if "output_projection" in policy.needs else None
             ),
             **seen,
         )
-        return None, _compressed_layer(
+        return None, eviction.cut_layer(
             policy, observation, layer_budget, window, capacity, layer_params
         )
 
-    inputs = (model.layers, windows, _layer_ids(model), budgets, params)
-    cached = (cache.keys, cache.values, cache.positions, per_layer)
-    _, parts = lax.scan(body, None, (*inputs, *cached))
-    return _assemble(parts, lengths)
+    inputs = (model.layers, jnp.asarray(model.windows), layer_ids(model), budgets, params)
+    full = (cache.keys, cache.values, cache.positions, per_layer)
+    _, kept = lax.scan(body, None, (*inputs, *full))
+    return _assemble(model, policy, kept, budget, lengths, capacity, pages)
 
 
 def prefill_chunked(
@@ -180,8 +183,9 @@ def prefill_chunked(
     *,
     policy: Policy,
     capacity: int,
+    pages: Pages | None = None,
     params: Any = None,
-) -> tuple[Float[Array, "B V"], PaddedCache]:
+) -> tuple[Float[Array, "B V"], Cache]:
     """Chunked prefill: each chunk attends to the evicted cache and itself, then evicts.
 
     Memory is capacity + chunk whatever the prompt's length. Later chunks never see what earlier
@@ -192,7 +196,7 @@ def prefill_chunked(
     count = -(-length // chunk)
     padded = jnp.pad(tokens, ((0, 0), (0, count * chunk - length)))
     chunks = jnp.moveaxis(padded.reshape(batch, count, chunk), 1, 0)
-    cache = empty_cache(model, batch, capacity, policy)
+    cache = empty_cache(model, batch, capacity, policy, pages)
 
     def body(carry: Any, inputs: Any) -> tuple[Any, None]:
         logits, cache = carry
@@ -211,9 +215,9 @@ def prefill_chunked(
     return logits, cache
 
 
-def extend(
+def extend[C: Cache](
     model: Decoder,
-    cache: PaddedCache,
+    cache: C,
     tokens: Int[Array, "B T"],
     lengths: Int[Array, " B"],
     *,
@@ -221,7 +225,7 @@ def extend(
     policy: Policy | None = None,
     params: Any = None,
     interval: int | None = None,
-) -> tuple[Float[Array, "B V"], PaddedCache]:
+) -> tuple[Float[Array, "B V"], C]:
     """Runs `lengths` new tokens of each row against the cache and appends them.
 
     One function for prefill chunks, follow-up questions and decode steps. All new tokens attend
@@ -244,32 +248,38 @@ def extend(
 
 
 def empty_cache(
-    model: Decoder, batch: int, capacity: int, policy: Policy | None = None
-) -> PaddedCache:
+    model: Decoder,
+    batch: int,
+    capacity: int,
+    policy: Policy | None = None,
+    pages: Pages | None = None,
+) -> Cache:
     """An empty cache for this model, with the state that `policy` keeps over calls."""
     config = model.config
+    rows = (config.num_layers, batch)
     state = State()
     if policy is not None:
         slots, layer = eviction.state_fields(policy, config.num_heads, config.head_dim, model.dtype)
-        rows = (config.num_layers, batch)
-        state = State(
-            slots=eviction.new_state(slots, (*rows, config.num_kv_heads, capacity)),
-            layer=eviction.new_state(layer, rows),
-        )
-    return PaddedCache.empty(
-        num_layers=config.num_layers,
-        batch=batch,
-        num_kv_heads=config.num_kv_heads,
-        capacity=capacity,
-        head_dim=config.head_dim,
-        dtype=model.dtype,
-        policy_state=state,
-    )
+        lead = (*rows, config.num_kv_heads, capacity)
+        if pages is not None:
+            lead = (batch, pages.pool, pages.size)
+        state = State(slots=eviction.new_state(slots, lead), layer=eviction.new_state(layer, rows))
+    shape = {
+        "num_layers": config.num_layers,
+        "batch": batch,
+        "num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "dtype": model.dtype,
+        "policy_state": state,
+    }
+    if pages is not None:
+        return PagedCache.empty(pages=pages, **shape)
+    return PaddedCache.empty(capacity=capacity, **shape)
 
 
-def _extend_only(
-    model: Decoder, cache: PaddedCache, tokens: Array, lengths: Array
-) -> tuple[Array, PaddedCache]:
+def _extend_only[C: Cache](
+    model: Decoder, cache: C, tokens: Int[Array, "B T"], lengths: Int[Array, " B"]
+) -> tuple[Float[Array, "B V"], C]:
     if cache.policy_state.slots or cache.policy_state.layer:
         raise ValueError(
             "extend: this cache carries the state of a policy that evicts while decoding; pass "
@@ -279,82 +289,75 @@ def _extend_only(
     rotation = model.rotation(positions)
 
     def body(x: Array, inputs: Any) -> tuple[Array, Any]:
-        layer, window, *cached = inputs
-        x, new, _ = _attend(layer, x, rotation, positions, window, frozenset(), cached)
+        layer, window, view = inputs
+        x, new, _ = _attend(layer, x, rotation, positions, window, frozenset(), (cache, view))
         return x, (new.keys, new.values)
 
-    inputs = (model.layers, jnp.asarray(model.windows), cache.keys, cache.values, cache.positions)
+    inputs = (model.layers, jnp.asarray(model.windows), cache.views)
     x, (keys, values) = lax.scan(body, model.embed(tokens), inputs)
     return _last_logits(model, x, lengths), cache.append(keys, values, positions, State())
 
 
-def _extend_and_evict(
+def _extend_and_evict[C: Cache](
     model: Decoder,
-    cache: PaddedCache,
-    tokens: Array,
-    lengths: Array,
-    budget: Array,
+    cache: C,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    budget: Int[Array, " B"],
     policy: Policy,
     params: Any,
     interval: int,
-) -> tuple[Array, PaddedCache]:
+) -> tuple[Float[Array, "B V"], C]:
+    assert policy.scorer is not None
+    scorer, config = policy.scorer, model.config
     windows = jnp.asarray(model.windows)
     positions = _next_positions(cache, tokens, lengths)
     rotation = model.rotation(positions)
     next_position = cache.next_position + lengths
-    count, capacity = tokens.shape[1], cache.capacity
-    lead = (cache.batch, cache.keys.shape[2], count)
-    budgets = jnp.minimum(eviction.layer_budgets(policy, budget, next_position, windows), capacity)
-    after = cache.lengths + lengths[None, :, None]
-    limit = jnp.sum(budgets + interval, axis=0) * cache.keys.shape[2]
-    full = (jnp.sum(after, axis=(0, 2)) >= limit) | jnp.any(after > capacity, axis=(0, 2))
-    slot_fields, _ = eviction.state_fields(
-        policy, model.config.num_heads, model.config.head_dim, model.dtype
-    )
+    budgets = eviction.layer_budgets(policy, budget, next_position, config.num_layers)
+    full = eviction.due(cache, lengths, budgets, windows, interval)
+    fields, _ = eviction.state_fields(policy, config.num_heads, config.head_dim, model.dtype)
+    lead = (cache.batch, cache.num_kv_heads, tokens.shape[1])
 
     def body(x: Array, inputs: Any) -> tuple[Array, Any]:
-        layer, window, index, layer_budget, layer_params, keys, values, slots, state = inputs
-        cached = (keys, values, slots)
+        layer, window, index, layer_budget, layer_params, view, old = inputs
+        cached = (cache, view)
         x, new, column = _attend(layer, x, rotation, positions, window, policy.needs, cached)
-        state = eviction.grow(state, slot_fields, lead)
-        earlier = None
-        if "queries" in policy.needs:
-            earlier = (state.layer[eviction.QUERIES], state.layer[eviction.QUERY_POSITIONS])
-        queries = _window_queries(policy.window, new, positions, policy.needs, earlier)
-        observation = _observe(
-            model,
-            layer,
-            index,
-            positions,
-            next_position,
-            policy.needs,
-            new,
-            queries,
-            column,
-            cached,
+        state = State(slots=cache.dense_slots(view, index), layer=old)
+        state = eviction.grow(state, fields, lead)
+        queries = _window_queries(
+            policy.window, new, positions, policy.needs, eviction.earlier_queries(state)
         )
-        state = policy.scorer.update(observation, layer_params, state)
-        if "queries" in policy.needs:
-            ring = {eviction.QUERIES: queries[0], eviction.QUERY_POSITIONS: queries[1]}
-            state = State(slots=state.slots, layer=state.layer | ring)
+        observation = _observe(
+            model, layer, index, positions, next_position, policy.needs, new, queries, column,
+            cached,
+        )  # fmt: skip
+        observation = dataclasses.replace(observation, budget=layer_budget)
+        state = scorer.update(observation, layer_params, state)
+        state = eviction.with_queries(state, observation)
 
-        def cut() -> Array:
-            seen = dataclasses.replace(observation, budget=layer_budget)
-            scores = policy.scorer.score(seen, layer_params, state)
-            return eviction.stay(policy, seen, scores, layer_budget, window, capacity)
+        def judge() -> eviction.Verdict:
+            return eviction.judge(policy, observation, layer_budget, window, layer_params, state)
 
-        keep = lax.cond(jnp.any(full), cut, lambda: observation.valid)
-        keep = jnp.where(full[:, None, None], keep, observation.valid)
-        return x, (new.keys, new.values, keep, state)
+        verdict = lax.cond(jnp.any(full), judge, lambda: eviction.no_verdict(observation.positions))
+        return x, (new.keys, new.values, state, observation.valid, verdict)
 
-    inputs = (model.layers, windows, _layer_ids(model), budgets, params)
-    cached = (cache.keys, cache.values, cache.positions, cache.policy_state)
-    x, (keys, values, keep, state) = lax.scan(body, model.embed(tokens), (*inputs, *cached))
-    cache = lax.cond(
-        jnp.any(full),
-        lambda: cache.keep(keep, keys, values, positions, state),
-        lambda: cache.append(keys, values, positions, state),
+    inputs = (model.layers, windows, layer_ids(model), budgets, params)
+    cached = (cache.views, cache.policy_state.layer)
+    x, (keys, values, state, valid, verdict) = lax.scan(
+        body, model.embed(tokens), (*inputs, *cached)
     )
+
+    def cut() -> C:
+        keep = eviction.stay(policy, verdict, valid, budget, next_position, windows, cache.capacity)
+        keep = jnp.where(full[None, :, None, None], keep, valid)
+
+        def absorb(layer: Array, *entries: Array) -> tuple[Array, Array]:
+            return policy.remainder.apply(*entries, keep[layer], verdict.scores[layer])
+
+        return cache.keep(keep, keys, values, positions, state, absorb)
+
+    cache = lax.cond(jnp.any(full), cut, lambda: cache.append(keys, values, positions, state))
     return _last_logits(model, x, lengths), cache
 
 
@@ -369,20 +372,20 @@ def _attend(
 ) -> tuple[Array, Projected, Array | None]:
     """One layer over the cached slots and the new tokens; column sums where they are needed.
 
-    `cached` is (keys, values, positions) of the layer's slots, read only: the new tokens are a
-    second part, merged by log-sum-exp, so that the cache is never copied to be extended.
+    `cached` is a cache and its view of this layer, read only: the new tokens are a second part,
+    merged by log-sum-exp, so that the cache is never copied to be extended.
     """
     new = layer.project(x, *rotation)
     spread = jnp.broadcast_to(positions[:, None], (*new.keys.shape[:3],))
     out, lse = attention(new.queries, new.keys, new.values, positions, spread, window)
     if cached is not None:
-        keys, values, slots = cached
-        before = attention(new.queries, keys, values, positions, slots, window)
-        out, lse = merge(before, (out, lse))
+        cache, view = cached
+        out, lse = merge(cache.attend(view, new.queries, positions, window), (out, lse))
     column = None
     if "column_attention" in needs:
         column = column_attention(new.queries, lse, new.keys, positions, spread, window)
         if cached is not None:
+            keys, _, slots = cache.dense(view)
             old = column_attention(new.queries, lse, keys, positions, slots, window)
             column = jnp.concatenate([old, column], axis=2)
     return layer.finish(x, out), new, column
@@ -413,12 +416,12 @@ def _observe(
     cached: Any = None,
 ) -> Observation:
     """What the policy sees: cached slots, then the new tokens, and the fields it asked for."""
-    keys, values = new.keys, new.values
-    slots = jnp.broadcast_to(positions[:, None], (*keys.shape[:3],))
+    spread = jnp.broadcast_to(positions[:, None], new.keys.shape[:3])
+    entries = (new.keys, new.values, spread)
     if cached is not None:
-        keys = jnp.concatenate([cached[0], keys], axis=2)
-        values = jnp.concatenate([cached[1], values], axis=2)
-        slots = jnp.concatenate([cached[2], slots], axis=2)
+        cache, view = cached
+        entries = join(cache.dense(view), entries)
+    keys, values, slots = entries
     return Observation(
         keys=keys,
         values=values,
@@ -436,59 +439,31 @@ def _observe(
     )
 
 
-def _compressed_layer(
+def _assemble(
+    model: Decoder,
     policy: Policy,
-    observation: Observation,
+    kept: eviction.Kept,
     budget: Int[Array, " B"],
-    window: Int[Array, ""],
+    lengths: Int[Array, " B"],
     capacity: int,
-    params: Any,
-) -> tuple[Array, Array, Array, Array, State]:
-    """One layer of the prompt cut to `budget`: keys, values, positions, lengths, state."""
-    heads = observation.positions.shape[:2]
-    state = State()
-    if policy.scorer is None:
-        keep = observation.valid
-    else:
-        observation = dataclasses.replace(observation, budget=budget)
-        num_heads = observation.queries.shape[1] if observation.queries is not None else 0
-        head_dim, dtype = observation.keys.shape[-1], observation.keys.dtype
-        slots, layer = eviction.state_fields(policy, num_heads, head_dim, dtype)
-        state = State(
-            slots=eviction.new_state(slots, observation.positions.shape),
-            layer=eviction.new_state(layer, heads[:1]),
+    pages: Pages | None,
+) -> Cache:
+    """A cache from what the layers kept, after the last cut of allocators that cross layers."""
+    if policy.scorer is not None and policy.allocator.crosses_layers:
+        kept = eviction.cut_candidates(
+            policy, kept, budget, lengths, jnp.asarray(model.windows), capacity
         )
-        state = policy.scorer.update(observation, params, state)
-        scores = policy.scorer.score(observation, params, state)
-        keep = eviction.stay(policy, observation, scores, budget, window, capacity)
-    indices, lengths = kept_indices(keep, capacity)
-    if policy.schedule.decode_interval is None:
-        state = State()
-    elif "queries" in policy.needs:
-        ring = {
-            eviction.QUERIES: observation.queries,
-            eviction.QUERY_POSITIONS: observation.query_positions,
-        }
-        state = State(slots=state.slots, layer=state.layer | ring)
-    return (
-        gather_slots(observation.keys, indices),
-        gather_slots(observation.values, indices),
-        gather_slots(observation.positions, indices, fill=-1),
-        lengths,
-        State(
-            slots={name: gather_slots(array, indices) for name, array in state.slots.items()},
-            layer=state.layer,
-        ),
-    )
-
-
-def _assemble(parts: Any, lengths: Int[Array, " B"]) -> PaddedCache:
-    keys, values, positions, filled, state = parts
+    repeats = policy.schedule.decode_interval is not None
+    state = kept.state if repeats else State()
+    if pages is not None:
+        empty = empty_cache(model, lengths.shape[0], capacity, policy if repeats else None, pages)
+        assert isinstance(empty, PagedCache)
+        return empty.fill(kept.keys, kept.values, kept.positions, kept.lengths, lengths, state)
     return PaddedCache(
-        keys=keys,
-        values=values,
-        positions=positions,
-        lengths=filled,
+        keys=kept.keys,
+        values=kept.values,
+        positions=kept.positions,
+        lengths=kept.lengths,
         next_position=lengths,
         overflowed=jnp.zeros_like(lengths),
         policy_state=state,
@@ -501,7 +476,7 @@ def _prompt_positions(tokens: Int[Array, "B T"], lengths: Int[Array, " B"]) -> I
 
 
 def _next_positions(
-    cache: PaddedCache, tokens: Int[Array, "B T"], lengths: Int[Array, " B"]
+    cache: Cache, tokens: Int[Array, "B T"], lengths: Int[Array, " B"]
 ) -> Int[Array, "B T"]:
     place = _prompt_positions(tokens, lengths)
     return jnp.where(place >= 0, cache.next_position[:, None] + place, -1)
@@ -514,5 +489,5 @@ def _last_logits(
     return model.logits(jnp.take_along_axis(x, last, axis=1)[:, 0])
 
 
-def _layer_ids(model: Decoder) -> Int[Array, " L"]:
+def layer_ids(model: Decoder) -> Int[Array, " L"]:
     return jnp.arange(model.config.num_layers, dtype=jnp.int32)

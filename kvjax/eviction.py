@@ -1,18 +1,24 @@
-"""Eviction in one layer: grow a policy's state, score the entries, decide which stay.
+"""Eviction: grow a policy's state, judge the entries, decide which stay.
 
 Pure functions between `kvjax.policies` and `kvjax.cache`; they know neither the model nor how
-the cache is stored.
+a cache stores its entries.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.attention import NO_WINDOW
-from kernels_pallas.select import keep_mask
+from kernels_pallas.gather_compact import gather_slots
+from kernels_pallas.select import keep_mask, kept_indices
+from kvjax.cache import Cache
 from kvjax.policies.base import Policy, StateField
 from kvjax.policies.observation import Observation, State
 
@@ -71,45 +77,184 @@ def last_queries(
 
 
 def layer_budgets(
-    policy: Policy,
-    budget: Int[Array, " B"],
-    lengths: Int[Array, " B"],
-    windows: Int[Array, " L"],
+    policy: Policy, budget: Int[Array, " B"], lengths: Int[Array, " B"], num_layers: int
 ) -> Int[Array, "L B"]:
-    """Mean entries per head of each layer; a sliding-window layer never gets less than its window."""
-    budgets = policy.allocator.layer_budgets(budget, lengths, windows.shape[0])
-    local = jnp.where(windows < NO_WINDOW, windows, 0)[:, None]
-    return jnp.maximum(budgets, local)
+    """Mean entries per head of each layer that the allocator plans before any score."""
+    return policy.allocator.layer_budgets(budget, lengths, num_layers)
 
 
-def protected_rank(
+def due(
+    cache: Cache,
+    added: Int[Array, " B"],
+    budgets: Int[Array, "L B"],
+    windows: Int[Array, " L"],
+    interval: int,
+) -> Bool[Array, " B"]:
+    """Rows to cut after `added` tokens.
+
+    Those whose heads hold on average `interval` entries above the budget, or in which a head
+    would hold more than it can.
+    """
+    after = cache.lengths + added[None, :, None]
+    allowed = jnp.maximum(budgets, _local(windows)[:, None]) + interval
+    too_many = jnp.sum(after, axis=(0, 2)) >= jnp.sum(allowed, axis=0) * cache.num_kv_heads
+    return too_many | jnp.any(after > cache.capacity, axis=(0, 2))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a policy says of a layer's entries; with a leading axis L, of all of them."""
+
+    scores: Float[Array, "*L B K S"]
+    rank: Int[Array, "*L B K S"]  # of the protection, 0 for unprotected entries
+    preference: Float[Array, "*L B"]  # what the layer tells an allocator that crosses layers
+
+
+def judge(
     policy: Policy,
     observation: Observation,
     budget: Int[Array, " B"],
     window: Int[Array, ""],
-) -> Int[Array, "B K S"]:
-    """The protection's rank; in a sliding-window layer the whole window is protected."""
+    params: Any,
+    state: State,
+) -> Verdict:
+    """Scores and protection of one layer. In a sliding-window layer the window is protected."""
+    assert policy.scorer is not None
     positions, next_position = observation.positions, observation.next_position
     budgets = jnp.broadcast_to(budget[:, None], positions.shape[:2])
     rank = policy.protection.rank(positions, next_position, budgets)
-    in_window = positions >= next_position[:, None, None] - window
-    is_local = (window < NO_WINDOW) & in_window & (positions >= 0)
-    return jnp.where(is_local, jnp.maximum(rank, positions + 1), rank)
+    in_window = (positions >= 0) & (positions >= next_position[:, None, None] - window)
+    local = (window < NO_WINDOW) & in_window
+    return Verdict(
+        scores=policy.scorer.score(observation, params, state).astype(jnp.float32),
+        rank=jnp.where(local, jnp.maximum(rank, positions + 1), rank),
+        preference=policy.allocator.preference(observation),
+    )
+
+
+def no_verdict(positions: Int[Array, "B K S"]) -> Verdict:
+    """A verdict of the right shapes, for calls in which nothing is cut."""
+    return Verdict(
+        scores=jnp.zeros(positions.shape, jnp.float32),
+        rank=jnp.zeros(positions.shape, jnp.int32),
+        preference=jnp.zeros(positions.shape[0], jnp.float32),
+    )
 
 
 def stay(
     policy: Policy,
+    verdict: Verdict,
+    valid: Bool[Array, "L B K S"],
+    budget: Int[Array, " B"],
+    lengths: Int[Array, " B"],
+    windows: Int[Array, " L"],
+    capacity: int,
+) -> Bool[Array, "L B K S"]:
+    """Which entries of every layer stay, given all scores."""
+    heads = policy.allocator.allocate(
+        verdict.scores, valid, verdict.rank, budget, lengths, verdict.preference
+    )
+    heads = jnp.clip(jnp.maximum(heads, _local(windows)[:, None, None]), 1, capacity)
+    return keep_mask(verdict.scores, verdict.rank, valid, heads)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What layers keep of a prompt, compacted to C slots; with a leading axis L, all of them."""
+
+    keys: Float[Array, "*L B K C D"]
+    values: Float[Array, "*L B K C D"]
+    positions: Int[Array, "*L B K C"]
+    lengths: Int[Array, "*L B K"]
+    state: State
+    verdict: Verdict | None  # of the candidates, where the allocator crosses layers
+
+
+def cut_layer(
+    policy: Policy,
     observation: Observation,
-    scores: Float[Array, "B K S"],
     budget: Int[Array, " B"],
     window: Int[Array, ""],
     capacity: int,
-) -> Bool[Array, "B K S"]:
-    """Which entries of one layer stay under a mean of `budget` per head, at most `capacity`."""
-    rank = protected_rank(policy, observation, budget, window)
-    heads = policy.allocator.head_budgets(scores, observation.valid, rank, budget)
-    heads = jnp.clip(heads, 1, capacity)
-    return keep_mask(scores, rank, observation.valid, heads)
+    params: Any,
+) -> Kept:
+    """One layer of the prompt cut to a mean of `budget` entries per head, at most `capacity`.
+
+    Where the allocator crosses layers, each head keeps its best `capacity` entries as candidates.
+    """
+    valid, state, verdict = observation.valid, State(), None
+    keys, values = observation.keys, observation.values
+    if policy.scorer is None:
+        keep = valid
+    else:
+        observation = dataclasses.replace(observation, budget=budget)
+        state = with_queries(_first_state(policy, observation), observation)
+        state = policy.scorer.update(observation, params, state)
+        verdict = judge(policy, observation, budget, window, params, state)
+        if policy.allocator.crosses_layers:
+            heads = jnp.full(valid.shape[:2], capacity, jnp.int32)
+        else:
+            heads = policy.allocator.head_budgets(verdict.scores, valid, verdict.rank, budget)
+            heads = jnp.clip(jnp.maximum(heads, _local(window)), 1, capacity)
+        keep = keep_mask(verdict.scores, verdict.rank, valid, heads)
+        if not policy.allocator.crosses_layers:
+            keys, values = policy.remainder.apply(
+                keys, values, observation.positions, keep, verdict.scores
+            )
+    indices, lengths = kept_indices(keep, capacity)
+    state = State(
+        slots={name: gather_slots(array, indices) for name, array in state.slots.items()},
+        layer=state.layer,
+    )
+    if verdict is not None:
+        verdict = dataclasses.replace(
+            verdict,
+            scores=gather_slots(verdict.scores, indices),
+            rank=gather_slots(verdict.rank, indices),
+        )
+    return Kept(
+        keys=gather_slots(keys, indices),
+        values=gather_slots(values, indices),
+        positions=gather_slots(observation.positions, indices, fill=-1),
+        lengths=lengths,
+        state=state,
+        verdict=verdict if policy.allocator.crosses_layers else None,
+    )
+
+
+def cut_candidates(
+    policy: Policy,
+    candidates: Kept,
+    budget: Int[Array, " B"],
+    lengths: Int[Array, " B"],
+    windows: Int[Array, " L"],
+    capacity: int,
+) -> Kept:
+    """The final cut over all layers' candidates; evicted candidates meet the remainder here."""
+    assert candidates.verdict is not None
+    valid = candidates.positions >= 0
+    keep = stay(policy, candidates.verdict, valid, budget, lengths, windows, capacity)
+
+    def one_layer(_: None, inputs: tuple[Kept, Array]) -> tuple[None, Kept]:
+        layer, stays = inputs
+        assert layer.verdict is not None
+        keys, values = policy.remainder.apply(
+            layer.keys, layer.values, layer.positions, stays, layer.verdict.scores
+        )
+        indices, count = kept_indices(stays, capacity)
+        slots = {name: gather_slots(a, indices) for name, a in layer.state.slots.items()}
+        return None, dataclasses.replace(
+            layer,
+            keys=gather_slots(keys, indices),
+            values=gather_slots(values, indices),
+            positions=gather_slots(layer.positions, indices, fill=-1),
+            lengths=count,
+            state=State(slots=slots, layer=layer.state.layer),
+        )
+
+    return lax.scan(one_layer, None, (candidates, keep))[1]
 
 
 def capacity_for(
@@ -142,3 +287,32 @@ def grow(state: State, slots: dict[str, StateField], lead: Sequence[int]) -> Sta
     fresh = new_state(slots, lead)
     grown = {name: jnp.concatenate([state.slots[name], fresh[name]], axis=2) for name in fresh}
     return State(slots=grown, layer=state.layer)
+
+
+def earlier_queries(state: State) -> tuple[Array, Array] | None:
+    """The newest queries of the calls before, where the policy's state has them."""
+    if QUERIES not in state.layer:
+        return None
+    return state.layer[QUERIES], state.layer[QUERY_POSITIONS]
+
+
+def with_queries(state: State, observation: Observation) -> State:
+    """`state` with this call's newest queries in place of the earlier ones."""
+    if QUERIES not in state.layer:
+        return state
+    newest = {QUERIES: observation.queries, QUERY_POSITIONS: observation.query_positions}
+    return State(slots=state.slots, layer=state.layer | newest)
+
+
+def _first_state(policy: Policy, observation: Observation) -> State:
+    """The state of a layer before its first call, with slots for all of its tokens."""
+    num_heads = 0 if observation.queries is None else observation.queries.shape[1]
+    head_dim, dtype = observation.keys.shape[-1], observation.keys.dtype
+    slots, layer = state_fields(policy, num_heads, head_dim, dtype)
+    shape = observation.positions.shape
+    return State(slots=new_state(slots, shape), layer=new_state(layer, shape[:1]))
+
+
+def _local(windows: Int[Array, "*L"]) -> Int[Array, "*L"]:
+    """The window of sliding-window layers, 0 for the others."""
+    return jnp.where(windows < NO_WINDOW, windows, 0)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.padded import PaddedCache
+from kvjax.cache import Cache
 from kvjax.decoding import extend
 from kvjax.models.decoder import Decoder
 from kvjax.policies.base import Policy
@@ -69,12 +69,12 @@ class Generation:
     lengths: Int[Array, " B"]  # tokens before the end token
     finished: Array  # [B] bool: the row produced an end token
     logits: Float[Array, "B V"]  # of the next token
-    cache: PaddedCache
+    cache: Cache
 
 
 def generate(
     model: Decoder,
-    cache: PaddedCache,
+    cache: Cache,
     logits: Float[Array, "B V"],
     *,
     max_new_tokens: int,

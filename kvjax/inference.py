@@ -8,6 +8,7 @@ are then left out.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -19,20 +20,21 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import decoding, generation
 from kvjax.budget import Budget
-from kvjax.cache.padded import PaddedCache
+from kvjax.cache import Cache, PaddedCache, Pages
 from kvjax.decoding import Observed
 from kvjax.eviction import capacity_for
 from kvjax.generation import Generation, Sampling
 from kvjax.models.decoder import Decoder
-from kvjax.policies.base import Policy
+from kvjax.policies.base import Policy, Uniform
 from kvjax.policies.registry import policy as named_policy
 
 type Tokens = Int[Array, "B T"] | Sequence[Sequence[int]] | Sequence[int]
 
-_prefill = jax.jit(decoding.prefill, static_argnames=("policy", "capacity"))
-_prefill_chunked = jax.jit(decoding.prefill_chunked, static_argnames=("policy", "capacity"))
+_STORAGE = ("policy", "capacity", "pages")
+_prefill = jax.jit(decoding.prefill, static_argnames=_STORAGE)
+_prefill_chunked = jax.jit(decoding.prefill_chunked, static_argnames=_STORAGE)
 _observe = jax.jit(decoding.observe, static_argnames=("policies",))
-_compress = jax.jit(decoding.compress, static_argnames=("policy", "capacity"))
+_compress = jax.jit(decoding.compress, static_argnames=_STORAGE)
 _extend = jax.jit(decoding.extend, static_argnames=("policy", "interval"))
 _GENERATE_STATIC = ("max_new_tokens", "end_tokens", "sampling", "policy")
 _generate = jax.jit(generation.generate, static_argnames=_GENERATE_STATIC)
@@ -47,8 +49,9 @@ def prefill(
     budget: Any = 1.0,
     room: int = 0,
     capacity: int | None = None,
+    pages: Pages | int | None = None,
     params: Any = None,
-) -> tuple[Float[Array, "B V"], PaddedCache]:
+) -> tuple[Float[Array, "B V"], Cache]:
     """Reads prompts into a cache of bounded size.
 
     Args:
@@ -61,7 +64,9 @@ def prefill(
         int array [B] of entries per head.
       room: slots beside the budget for tokens to come (questions, answers); not needed with a
         policy that evicts while decoding.
-      capacity: slots per head; default what budget, policy and room need.
+      capacity: slots per head at most; default what budget, policy and room need.
+      pages: a page size (16 to 64) for a paged cache, whose bytes follow the sum of the heads'
+        budgets; a `Pages` layout to fix its pool; None for a padded cache.
       params: learned arrays of the policy, stacked over layers.
 
     Returns:
@@ -75,10 +80,24 @@ def prefill(
     tokens, lengths = _as_batch(tokens, lengths)
     check_tokens(model, tokens, lengths)
     entries = resolve_budget(model, budget, lengths)
+    largest = None
+    if capacity is None or isinstance(pages, int):
+        largest = largest_budget(model, budget, entries, tokens.shape[1])
     if capacity is None:
-        capacity = default_capacity(model, policy, budget, entries, tokens.shape[1], room)
+        capacity = default_capacity(model, policy, largest, tokens.shape[1], room)
+    if isinstance(pages, int):
+        pages = default_pages(model, policy, largest, tokens.shape[1], room, capacity, pages)
     run = _prefill_chunked if policy.schedule.prefill == "chunked" else _prefill
-    return run(model, tokens, lengths, entries, policy=policy, capacity=capacity, params=params)
+    return run(
+        model,
+        tokens,
+        lengths,
+        entries,
+        policy=policy,
+        capacity=capacity,
+        pages=pages,
+        params=params,
+    )
 
 
 def observe(
@@ -109,21 +128,35 @@ def compress(
     budget: Any,
     room: int = 0,
     capacity: int | None = None,
+    pages: Pages | int | None = None,
     params: Any = None,
-) -> PaddedCache:
+) -> Cache:
     """The cache that `prefill` with this policy and budget leaves, from `observe`'s full cache."""
     policy = _as_policy(policy)
     entries = resolve_budget(model, budget, cache.next_position)
+    length = cache.capacity
+    largest = None
+    if capacity is None or isinstance(pages, int):
+        largest = largest_budget(model, budget, entries, length)
     if capacity is None:
-        capacity = default_capacity(model, policy, budget, entries, cache.capacity, room)
+        capacity = default_capacity(model, policy, largest, length, room)
+    if isinstance(pages, int):
+        pages = default_pages(model, policy, largest, length, room, capacity, pages)
     return _compress(
-        model, cache, observed, entries, policy=policy, capacity=capacity, params=params
+        model,
+        cache,
+        observed,
+        entries,
+        policy=policy,
+        capacity=capacity,
+        pages=pages,
+        params=params,
     )
 
 
-def extend(
+def extend[C: Cache](
     model: Decoder,
-    cache: PaddedCache,
+    cache: C,
     tokens: Tokens,
     lengths: Int[Array, " B"] | Sequence[int] | None = None,
     *,
@@ -131,7 +164,7 @@ def extend(
     budget: Any = None,
     params: Any = None,
     interval: int | None = None,
-) -> tuple[Float[Array, "B V"], PaddedCache]:
+) -> tuple[Float[Array, "B V"], C]:
     """Appends tokens (a question, a turn) to a cache; see `decoding.extend`.
 
     Raises:
@@ -157,7 +190,7 @@ def extend(
 
 def generate(
     model: Decoder,
-    cache: PaddedCache,
+    cache: Cache,
     logits: Float[Array, "B V"],
     *,
     max_new_tokens: int,
@@ -196,7 +229,7 @@ def generate(
 
 def stream(
     model: Decoder,
-    cache: PaddedCache,
+    cache: Cache,
     logits: Float[Array, "B V"],
     *,
     max_new_tokens: int,
@@ -236,21 +269,41 @@ def resolve_budget(model: Decoder, budget: Any, lengths: Int[Array, " B"]) -> In
     return jnp.asarray([resolve(int(length)) for length in lengths], jnp.int32)
 
 
-def default_capacity(
-    model: Decoder, policy: Policy, budget: Any, entries: Int[Array, " B"], length: int, room: int
-) -> int:
-    """Slots per head for prompts padded to `length`: the same for all prompts of one bucket."""
-    if room < 0:
-        raise ValueError(f"room {room}: allowed are integers >= 0")
+def largest_budget(model: Decoder, budget: Any, entries: Int[Array, " B"], length: int) -> int:
+    """The most entries per head that `budget` gives prompts padded to `length`.
+
+    It depends on the bucket and not on the prompt, and so do the shapes that follow from it.
+    """
     if isinstance(entries, jax.core.Tracer):
         raise ValueError("a budget that is data under jit needs an explicit capacity")
     if isinstance(budget, jax.Array | np.ndarray):
-        largest = int(jnp.max(entries))
-    else:
-        largest = Budget.parse(budget).resolve(length, model.config, model.dtype)
+        return int(jnp.max(entries))
+    return Budget.parse(budget).resolve(length, model.config, model.dtype)
+
+
+def default_capacity(model: Decoder, policy: Policy, largest: int, length: int, room: int) -> int:
+    """Slots per head for prompts padded to `length` with at most `largest` entries per head."""
+    if room < 0:
+        raise ValueError(f"room {room}: allowed are integers >= 0")
     windows = [int(window) for window in model.windows]
-    kv_heads = model.config.num_kv_heads
-    return capacity_for(policy, largest, length, windows, kv_heads, room)
+    return capacity_for(policy, largest, length, windows, model.config.num_kv_heads, room)
+
+
+def default_pages(
+    model: Decoder,
+    policy: Policy,
+    largest: int,
+    length: int,
+    room: int,
+    capacity: int,
+    size: int,
+) -> Pages:
+    """Pages for the sum of all heads' budgets, plus what they may grow by."""
+    config = model.config
+    heads = config.num_layers * config.num_kv_heads
+    uniform = dataclasses.replace(policy, allocator=Uniform())
+    mean = default_capacity(model, uniform, largest, length, room)
+    return Pages.holding(heads * mean, heads=heads, capacity=capacity, size=size)
 
 
 def check_tokens(model: Decoder, tokens: Int[Array, "B T"], lengths: Int[Array, " B"]) -> None:
@@ -270,29 +323,29 @@ def check_tokens(model: Decoder, tokens: Int[Array, "B T"], lengths: Int[Array, 
         raise ValueError(f"token id {wrong}: allowed are 0 to {model.config.vocab_size - 1}")
 
 
-def check_cache(model: Decoder, cache: PaddedCache) -> None:
+def check_cache(model: Decoder, cache: Cache) -> None:
     """Refuses a cache whose shape or dtype is not this model's."""
     config = model.config
     wanted = (config.num_layers, config.num_kv_heads, config.head_dim)
-    found = (cache.keys.shape[0], cache.keys.shape[2], cache.keys.shape[4])
+    found = (cache.num_layers, cache.num_kv_heads, cache.head_dim)
     if wanted != found:
         raise ValueError(
             f"cache of another model: (layers, KV heads, head size) {found}, the model has {wanted}"
         )
 
 
-def check_room(cache: PaddedCache, counts: Int[Array, " B"], finished: Array | None = None) -> None:
+def check_room(cache: Cache, counts: Int[Array, " B"], finished: Array | None = None) -> None:
     """Refuses more tokens than every head has free slots for."""
     if isinstance(cache.lengths, jax.core.Tracer) or isinstance(counts, jax.core.Tracer):
         return
-    used = np.asarray(cache.lengths).max(axis=(0, 2)) + np.asarray(counts)
+    wanted, room = np.asarray(counts), np.asarray(cache.room())
     if finished is not None and not isinstance(finished, jax.core.Tracer):
-        used = np.where(np.asarray(finished), 0, used)
-    if used.max(initial=0) > cache.capacity:
-        free = cache.capacity - int(np.asarray(cache.lengths).max())
+        wanted = np.where(np.asarray(finished), 0, wanted)
+    if (short := wanted > room).any():
+        row = int(np.argmax(short))
         raise ValueError(
-            f"{int(np.asarray(counts).max())} tokens for a cache with {free} free of "
-            f"{cache.capacity} slots: prefill with more room, or with a decode_interval"
+            f"{wanted[row]} tokens for a cache with room for {room[row]} (capacity "
+            f"{cache.capacity}): prefill with more room, or with a decode_interval"
         )
 
 

@@ -8,8 +8,8 @@ NO_WINDOW = 2**30  # a sliding window that no context reaches
 
 
 def visible(
-    query_positions: Int[Array, "*b Q"],
-    key_positions: Int[Array, "*b S"],
+    query_positions: Int[Array, "*#b Q"],
+    key_positions: Int[Array, "*#b S"],
     window: int | Int[Array, ""] = NO_WINDOW,
 ) -> Bool[Array, "*b Q S"]:
     """A query at i sees the key at j iff 0 <= j <= i and j > i - window.

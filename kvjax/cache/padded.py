@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels_pallas.attention import attention
 from kernels_pallas.gather_compact import gather_slots
 from kernels_pallas.select import kept_indices
 from kvjax.policies.observation import State
+
+type Absorb = Callable[[Array, Array, Array, Array], tuple[Array, Array]]
+type Entries = tuple[Array, Array, Array]  # keys, values, positions
+
+
+def join(slots: Entries, new: Entries) -> Entries:
+    """Entries of one layer followed by new ones, in the dtype of the first."""
+    pairs = zip(slots, new, strict=True)
+    keys, values, positions = (jnp.concatenate([a, b.astype(a.dtype)], axis=2) for a, b in pairs)
+    return keys, values, positions
 
 
 @jax.tree_util.register_dataclass
@@ -58,6 +70,15 @@ class PaddedCache:
             policy_state=State() if policy_state is None else policy_state,
         )
 
+    row_axes: ClassVar[dict[str, int]] = {
+        "keys": 1,
+        "values": 1,
+        "positions": 1,
+        "lengths": 1,
+        "slots": 1,
+        "layer": 1,
+    }
+
     @property
     def num_layers(self) -> int:
         return self.keys.shape[0]
@@ -67,8 +88,48 @@ class PaddedCache:
         return self.keys.shape[1]
 
     @property
+    def num_kv_heads(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.keys.shape[-1]
+
+    @property
     def capacity(self) -> int:
+        """Slots of each head."""
         return self.keys.shape[3]
+
+    @property
+    def views(self) -> tuple[Array, Array, Array]:
+        """What a scan over layers reads, leading axis L."""
+        return self.keys, self.values, self.positions
+
+    def room(self) -> Int[Array, " B"]:
+        """Tokens that every head of a row can still take."""
+        return self.capacity - jnp.max(self.lengths, axis=(0, 2))
+
+    def attend(
+        self,
+        view: tuple[Array, Array, Array],
+        queries: Float[Array, "B H Q D"],
+        query_positions: Int[Array, "B Q"],
+        window: int | Int[Array, ""],
+    ) -> tuple[Float[Array, "B H Q D"], Float[Array, "B H Q"]]:
+        """Attention of one layer over its slots: output and log-sum-exp."""
+        keys, values, positions = view
+        return attention(queries, keys, values, query_positions, positions, window)
+
+    def dense(
+        self, view: tuple[Array, Array, Array]
+    ) -> tuple[Float[Array, "B K S D"], Float[Array, "B K S D"], Int[Array, "B K S"]]:
+        """Keys, values and positions of one layer's slots."""
+        return view
+
+    def dense_slots(self, view: tuple[Array, Array, Array], index: Array) -> dict[str, Array]:
+        """The policy's slot arrays of layer `index`."""
+        del view
+        return {name: array[index] for name, array in self.policy_state.slots.items()}
 
     def append(
         self,
@@ -125,31 +186,31 @@ class PaddedCache:
         values: Float[Array, "L B K T D"],
         positions: Int[Array, "B T"],
         state: State,
+        absorb: Absorb | None = None,
     ) -> PaddedCache:
         """Keeps the marked entries of the union of slots and new tokens, U = S + T, compacted.
 
         Layer by layer in place: one layer's union is alive at a time. `state.slots` covers the
-        union, `state.layer` is complete.
+        union, `state.layer` is complete. `absorb(layer, keys, values, positions)` may change the
+        union's keys and values before the evicted entries are lost.
         """
-        capacity = self.capacity
-        rows = jnp.broadcast_to(positions[:, None], (*keys.shape[1:4],))
+        spread = jnp.broadcast_to(positions[:, None], keys.shape[1:4])
 
         def one_layer(layer: Array, cache: PaddedCache) -> PaddedCache:
-            indices, lengths = kept_indices(keep[layer], capacity)
-
-            def compact(into: Array, new: Array, fill: int = 0) -> Array:
-                union = jnp.concatenate([into[layer], new.astype(into.dtype)], axis=2)
-                return into.at[layer].set(gather_slots(union, indices, fill))
-
+            indices, lengths = kept_indices(keep[layer], cache.capacity)
+            view = (cache.keys[layer], cache.values[layer], cache.positions[layer])
+            union = join(view, (keys[layer], values[layer], spread))
+            if absorb is not None:
+                union = (*absorb(layer, *union), union[2])
             slots = {
                 name: into.at[layer].set(gather_slots(state.slots[name][layer], indices))
                 for name, into in cache.policy_state.slots.items()
             }
             return dataclasses.replace(
                 cache,
-                keys=compact(cache.keys, keys[layer]),
-                values=compact(cache.values, values[layer]),
-                positions=compact(cache.positions, rows, fill=-1),
+                keys=cache.keys.at[layer].set(gather_slots(union[0], indices)),
+                values=cache.values.at[layer].set(gather_slots(union[1], indices)),
+                positions=cache.positions.at[layer].set(gather_slots(union[2], indices, fill=-1)),
                 lengths=cache.lengths.at[layer].set(lengths),
                 policy_state=State(slots=slots, layer=cache.policy_state.layer),
             )
@@ -160,43 +221,3 @@ class PaddedCache:
             policy_state=State(slots=self.policy_state.slots, layer=state.layer),
         )
         return lax.fori_loop(0, self.num_layers, one_layer, start)
-
-
-def nbytes(cache: Any) -> int:
-    """Bytes of all arrays of a cache (or any pytree of arrays), the sum of their sizes."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
-
-
-def map_rows(function: Any, *caches: PaddedCache) -> PaddedCache:
-    """Applies `function(*arrays, axis)` to every array, `axis` being its batch axis."""
-    per_row = ("next_position", "overflowed")
-    fields = {}
-    for field in dataclasses.fields(PaddedCache):
-        axis = 0 if field.name in per_row else 1
-        fields[field.name] = jax.tree.map(
-            lambda *arrays, axis=axis: function(*arrays, axis),
-            *(getattr(cache, field.name) for cache in caches),
-        )
-    return PaddedCache(**fields)
-
-
-def stack_rows(caches: list[PaddedCache] | tuple[PaddedCache, ...]) -> PaddedCache:
-    """One cache whose rows are the rows of all, in order.
-
-    Raises:
-      ValueError: the caches differ in anything but the number of rows.
-    """
-    shapes = {
-        (jax.tree.structure(cache), *cache.keys.shape[:1], *cache.keys.shape[2:]): None
-        for cache in caches
-    }
-    if len(shapes) != 1:
-        found = "; ".join(str(cache.keys.shape) for cache in caches)
-        raise ValueError(f"stack_rows: capacities, layers, heads and state must agree, got {found}")
-    return map_rows(lambda *arrays: jnp.concatenate(arrays[:-1], axis=arrays[-1]), *caches)
-
-
-def take_rows(cache: PaddedCache, rows: Any) -> PaddedCache:
-    """The given rows of a cache, e.g. `take_rows(cache, [0, 0, 0])` for three copies of row 0."""
-    index = jnp.asarray(rows)
-    return map_rows(lambda array, axis: jnp.take(array, index, axis=axis), cache)
