@@ -1,1 +1,1 @@
-"""Array operations of a bounded KV cache: one folder per operation, its reference the definition."""
+"""Array operations of a bounded KV cache: a folder each, its reference the definition."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.attention import attention, merge
+from kernels_pallas.attention import attention, causal_attention, merge
 from kernels_pallas.column_attention import column_attention
 from kvjax import eviction
 from kvjax.cache import Cache, PaddedCache, PagedCache, Pages
@@ -376,8 +376,12 @@ def _attend(
     merged by log-sum-exp, so that the cache is never copied to be extended.
     """
     new = layer.project(x, *rotation)
-    spread = jnp.broadcast_to(positions[:, None], (*new.keys.shape[:3],))
-    out, lse = attention(new.queries, new.keys, new.values, positions, spread, window)
+    entries = (new.queries, new.keys, new.values)
+    spread = jnp.broadcast_to(positions[:, None], new.keys.shape[:3])
+    if any(layer.config.windows):
+        out, lse = attention(*entries, positions, spread, window)
+    else:
+        out, lse = causal_attention(*entries, positions)
     if cached is not None:
         cache, view = cached
         out, lse = merge(cache.attend(view, new.queries, positions, window), (out, lse))

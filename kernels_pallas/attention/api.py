@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.attention import blockwise, reference
+from kernels_pallas.attention import blockwise, library, reference
 from kernels_pallas.attention.mask import NO_WINDOW
 
 type Implementation = Literal["reference", "blockwise"]
@@ -39,6 +40,35 @@ def attention(
         )
     chosen = reference if implementation == "reference" else blockwise
     return chosen.attention(queries, keys, values, query_positions, key_positions, window)
+
+
+def causal_attention(
+    queries: Float[Array, "B H T D"],
+    keys: Float[Array, "B K T D"],
+    values: Float[Array, "B K T D"],
+    positions: Int[Array, "B T"],
+    *,
+    implementation: Implementation | Literal["splash", "cudnn"] | None = None,
+) -> tuple[Float[Array, "B H T D"], Float[Array, "B H T"]]:
+    """A right-padded prompt's attention to itself, without a sliding window.
+
+    Rows of padding (position -1) hold finite values of no meaning. `implementation` None takes
+    the maintained kernel of the platform (splash on TPU, cuDNN on GPU) where it serves, and
+    `attention` otherwise; a named one never falls back.
+    """
+    if implementation == "splash":
+        return library.splash(queries, keys, values)
+    if implementation == "cudnn":
+        return library.cudnn(queries, keys, values)
+    if implementation is None:
+        kernel = {"tpu": library.splash, "gpu": library.cudnn}.get(jax.default_backend())
+        if kernel is not None:
+            try:
+                return kernel(queries, keys, values)
+            except NotImplementedError:
+                pass
+    spread = jnp.broadcast_to(positions[:, None], keys.shape[:3])
+    return attention(queries, keys, values, positions, spread, implementation=implementation)
 
 
 def merge(

@@ -45,7 +45,7 @@ def attention(
         block = block.reshape(batch, kv_heads, group * query_block, size)
         positions = lax.dynamic_slice_in_dim(query_positions, start, query_block, axis=1)
 
-        def key_step(index: Array, carry: tuple[Array, Array, Array]):
+        def key_step(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             largest, total, out = carry
             at = index * key_block
             k = lax.dynamic_slice_in_dim(keys, at, key_block, axis=2)

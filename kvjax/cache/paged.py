@@ -174,7 +174,7 @@ class PagedCache:
         the new tokens. A token that finds its head or the pool full is not written and counts in
         `overflowed`.
         """
-        layers, batch, heads, count = keys.shape[:4]
+        batch, count = keys.shape[1], keys.shape[3]
         page, capacity = self.page_size, self.capacity
         valid = positions >= 0
         added = jnp.sum(valid, axis=1, dtype=jnp.int32)
