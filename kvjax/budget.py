@@ -110,7 +110,7 @@ def available_bytes() -> int:
 def bucket_length(length: int) -> int:
     """The padded length that prompts of `length` share, so that they share a compilation.
 
-    Steps of an eighth of the next power of two, at least 64: at most 1/5 of padding beyond 64.
+    Steps of an eighth of the next power of two, at least 64: at most a fifth is padding beyond 256.
     """
     if length < 1:
         raise ValueError(f"length {length}: allowed are lengths >= 1")
