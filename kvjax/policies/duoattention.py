@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.policies.base import Allocator, Params, Protection, Scorer
+from kvjax.policies.base import Allocator, Params, Protection, Scorer, StateField
 from kvjax.policies.needed import needed
 from kvjax.policies.observation import Observation, State
 from kvjax.policies.registry import register
@@ -66,8 +67,8 @@ class DuoAttention(Scorer):
     recent tokens, length 500.
     Deviations: no trained gates. With `params={"retrieval": float[K]}` per layer (from
     `calibrate`) the classes are the model's; without, each row takes the heads of largest area of
-    each layer from its own prompt, which is not stable over the calls of a chunked prefill or a
-    conversation. Retrieval heads whose share of the budget is smaller than the prompt keep the
+    each layer from the first tokens it reads (the prompt, or its first chunk) and stays with
+    them. Retrieval heads whose share of the budget is smaller than the prompt keep the
     newest tokens: the budget should be at least about the retrieval share of the prompt.
     """
 
@@ -87,17 +88,34 @@ class DuoAttention(Scorer):
     def allocator(self) -> Allocator:
         return WantedEntries()
 
+    def slot_fields(self) -> dict[str, StateField]:
+        return {"head_class": StateField(dtype=jnp.int8)}  # 0 undecided, 1 streams, 2 retrieves
+
+    def update(self, observation: Observation, params: Params, state: State) -> State:
+        if _has_classes(params):
+            return state
+        decided = jnp.where(observation.valid, state.slots["head_class"], jnp.int8(0)).max(axis=2)
+
+        def decide() -> Int[Array, "B K"]:
+            retrieval = self._retrieval_of_prompt(observation)
+            chosen = jnp.where(retrieval, jnp.int8(2), jnp.int8(1))
+            return jnp.where(decided > 0, decided, chosen)
+
+        # Only a row's first call pays for the statistics.
+        decided = jax.lax.cond(jnp.all(decided > 0), lambda: decided, decide)
+        everywhere = jnp.broadcast_to(decided[:, :, None], observation.positions.shape)
+        return dataclasses.replace(state, slots={**state.slots, "head_class": everywhere})
+
     def score(
         self, observation: Observation, params: Params, state: State
     ) -> Float[Array, "B K S"]:
-        del state
         positions = observation.positions
         start = observation.next_position[:, None, None] - self.streaming_recent
         streamed = (positions < self.streaming_sinks) | (positions >= start)
-        if isinstance(params, dict) and "retrieval" in params:
+        if _has_classes(params):
             retrieval = (params["retrieval"] > 0.5)[None, :, None]
         else:
-            retrieval = self._retrieval_of_prompt(observation)[:, :, None]
+            retrieval = state.slots["head_class"] == 2
         return jnp.where(retrieval | streamed, positions.astype(jnp.float32), -1.0)
 
     def _retrieval_of_prompt(self, observation: Observation) -> Bool[Array, "B K"]:
@@ -116,6 +134,10 @@ class DuoAttention(Scorer):
         kept = kv_heads - int(self.sparsity * kv_heads)
         order = jnp.argsort(-area, axis=-1, stable=True)
         return jnp.argsort(order, axis=-1, stable=True) < kept
+
+
+def _has_classes(params: Params) -> bool:
+    return isinstance(params, dict) and "retrieval" in params
 
 
 def _mean(x: Float[Array, "B N T D"], where: Bool[Array, "B n T 1"]) -> Float[Array, "B N D"]:

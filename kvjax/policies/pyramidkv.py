@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from kvjax.policies.allocators import Pyramid
 from kvjax.policies.base import Policy
 from kvjax.policies.registry import register
 from kvjax.policies.snapkv import SnapKV
@@ -22,8 +23,6 @@ def pyramidkv(
     Paper: PyramidKV (arXiv 2406.02069). Defaults: window 32, average pooling of width 5, beta 20
     (the last layer's entries beside the window are the mean over beta).
     """
-    from kvjax.policies.allocators import Pyramid
-
     scorer = SnapKV(window=window, kernel=kernel, pooling=pooling)
     return Policy(
         name="pyramidkv",

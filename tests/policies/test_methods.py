@@ -293,6 +293,24 @@ def test_streaming_heads_keep_sinks_and_recent_and_give_the_rest_away() -> None:
     np.testing.assert_array_equal(mask.sum(-1), [[35, 5, 5, 35], [25, 5, 5, 25]])
 
 
+def test_heads_keep_the_class_that_their_first_call_gave_them() -> None:
+    scorer = policy("duoattention", length=40).scorer
+    observation = make_observation(16, num_heads=8, num_kv_heads=4, slots=24)
+    state = scorer.update(
+        one_call(observation, 0, 12),
+        None,
+        State(slots={"head_class": jnp.zeros((2, 4, 12), jnp.int8)}),
+    )
+    first = np.asarray(state.slots["head_class"])
+    np.testing.assert_array_equal((first == 2).sum(1), 2)
+    grown = jnp.pad(state.slots["head_class"], ((0, 0), (0, 0), (0, 12)))
+    turned = dataclasses.replace(observation, queries_pre_rope=-observation.queries_pre_rope)
+    later = scorer.update(one_call(turned, 12, 24), None, State(slots={"head_class": grown})).slots[
+        "head_class"
+    ]
+    np.testing.assert_array_equal(later, np.repeat(first, 2, axis=2))
+
+
 def test_wanted_entries_never_exceed_the_budget_nor_what_a_head_wants() -> None:
     rng = np.random.default_rng(14)
     allocator = duoattention.WantedEntries()
