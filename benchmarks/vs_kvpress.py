@@ -44,14 +44,14 @@ ONE_THREAD = {
     "JAX_PLATFORMS": "cpu",
 }
 MAX_LOGIT_DIFFERENCE = 1e-3
-# name, key, seconds -> shown, unit, and what is asked of kvpress / kvjax
+# name, key, seconds -> shown, unit, and what is asked
 ROWS = (
-    ("prefill, no policy", "prefill", 1, "s", 1.25),
-    ("decode, no policy", "decode", 1e3, "ms per token", 1.5),
-    ("prefill, SnapKV at half", "snapkv_prefill", 1, "s", 1.25),
-    ("decode, SnapKV at half", "snapkv_decode", 1e3, "ms per token", 1.5),
-    ("SnapKV itself", "snapkv_per_layer", 1e3, "ms per layer", None),
-    ("SnapKV as prefill with minus without", "snapkv_difference", 1e3, "ms per layer", None),
+    ("prefill, no policy", "prefill", 1, "s", "1.25x"),
+    ("decode, no policy", "decode", 1e3, "ms per token", "1.5x, 1.6x of the limit"),
+    ("prefill, SnapKV at half", "snapkv_prefill", 1, "s", "1.25x"),
+    ("decode, SnapKV at half", "snapkv_decode", 1e3, "ms per token", "1.5x, 1.6x of the limit"),
+    ("SnapKV itself", "snapkv_per_layer", 1e3, "ms per layer", "15 ms at most"),
+    ("prefill with SnapKV minus without", "snapkv_difference", 1e3, "ms per layer", ""),
 )
 
 
@@ -197,7 +197,7 @@ def markdown(result: dict[str, Any]) -> str:
         limit = result["limit"].get(key)
         lines.append(
             f"| {name} ({unit}) | {cell(peer, key, scale)} | {cell(own, key, scale)} | "
-            f"{theirs / ours:.2f}x | {'' if asked is None else f'{asked}x'} | "
+            f"{f'{theirs / ours:.2f}x' if min(theirs, ours) > 0 else ''} | {asked} | "
             f"{'' if limit is None else f'{limit * scale:.1f}'} | "
             f"{'' if limit is None else f'{ours / limit:.2f}x'} |"
         )
@@ -225,7 +225,12 @@ def median(rounds: list[dict[str, float]], key: str) -> float:
 
 def shown(arguments: argparse.Namespace) -> list[str]:
     peer = ["--peer-python", "PATH"] if arguments.peer_python else []
-    return [*peer, "--rounds", str(arguments.rounds), "--new-tokens", str(arguments.new_tokens)]
+    return [
+        *peer,
+        *("--rounds", str(arguments.rounds)),
+        *("--context", str(arguments.context)),
+        *("--new-tokens", str(arguments.new_tokens)),
+    ]
 
 
 def commit() -> str:

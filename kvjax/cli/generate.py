@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvjax import Budget, Decoder, Generation, PaddedCache, Policy
+    from kvjax import Budget, Decoder, Generation, PaddedCache, PagedCache, Policy
     from kvjax.models.tokenizer import Tokenizer
 
 DESCRIPTION = """\
@@ -147,16 +147,16 @@ class Times:
 
 
 def _cache_lines(
-    model: Decoder, cache: PaddedCache, policy: Policy, entries: int, prompt: int
+    model: Decoder, cache: PaddedCache | PagedCache, policy: Policy, entries: int, prompt: int
 ) -> tuple[str, str, str]:
     from kvjax import nbytes
     from kvjax.budget import entry_nbytes
 
-    seen, kept = int(cache.next_position[0]), int(cache.lengths.max())
+    seen, kept = int(cache.next_position[0]), round(float(cache.lengths.mean()), 1)
     full = seen * entry_nbytes(model.config, model.dtype)
     return (
         f"policy   {policy.name}, budget {entries} of {prompt} prompt tokens",
-        f"cache    {kept} entries per head after {seen} tokens; capacity {cache.capacity}",
+        f"cache    {kept:g} entries per head (mean) after {seen} tokens; capacity {cache.capacity}",
         f"bytes    {nbytes(cache) / 2**20:.1f} MiB; all {seen} tokens would take "
         f"{full / 2**20:.1f} MiB",
     )
