@@ -18,7 +18,7 @@ from kvjax.policies.competition import (
 )
 from kvjax.policies.needed import needed
 from kvjax.policies.observation import Observation, State
-from kvjax.policies.pooling import pool
+from kvjax.policies.pooling import check_pooling, pool
 from kvjax.policies.registry import register
 from kvjax.policies.window_moments import window_moments
 
@@ -112,6 +112,10 @@ class CAKE(Scorer):
     gamma: float = 200.0
     tau1: float = 1.0
     tau2: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_pooling(self.kernel, "avg")
+        self.allocator()  # refuses a window or exponents that mean nothing
 
     def protection(self) -> Protection:
         return Protection(sinks=0, recent=self.window)

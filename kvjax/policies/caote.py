@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from kvjax.policies.base import Params, Protection, Scorer
 from kvjax.policies.observation import Observation, State
+from kvjax.policies.pooling import check_pooling
 from kvjax.policies.reconstruction import attention_output, odds, removal_error
 from kvjax.policies.registry import register
 from kvjax.policies.snapkv import SnapKV
@@ -32,6 +33,11 @@ class CAOTE(Scorer):
     kernel: int = 5
     pooling: Literal["avg", "max"] = "avg"
     fast: bool = False
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ValueError(f"window={self.window}: allowed are integers >= 1")
+        check_pooling(self.kernel, self.pooling)
 
     def protection(self) -> Protection:
         return Protection(sinks=0, recent=self.window)

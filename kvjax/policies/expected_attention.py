@@ -118,7 +118,7 @@ def query_statistics(
 
 
 def mean_rotation(
-    next_position: Int[Array, " B"], frequencies: Float[Array, " D/2"], horizon: int
+    next_position: Int[Array, " B"], frequencies: Float[Array, " half"], horizon: int
 ) -> Float[Array, "B D D"]:
     """Mean of RoPE's rotation matrices (half-split layout) over the next `horizon` positions."""
     ahead = next_position[:, None] + jnp.arange(horizon, dtype=jnp.int32)[None]

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 type Temporal = Literal["ema", "mean", "last"]
 type Rule = Literal["clean", "released_code"]
+type Carry = tuple[Array, Array, Array, Array, Array]
 
 
 def query_weights(
@@ -73,12 +74,12 @@ def attention_drift(
     tolerance = jnp.maximum(wanted >> 8, 1)
 
     # Invariant: `low` is reached by at_low >= wanted weights, `high` by at_high < wanted.
-    def unsettled(carry: tuple[Array, ...]) -> Array:
+    def unsettled(carry: Carry) -> Array:
         step, low, high, at_low, at_high = carry
         open_rows = (at_low != wanted) & (at_low - at_high > tolerance) & (high - low > 1)
         return (step < 30) & jnp.any(open_rows)
 
-    def halve(carry: tuple[Array, ...]) -> tuple[Array, ...]:
+    def halve(carry: Carry) -> Carry:
         step, low, high, at_low, at_high = carry
         middle = low + (high - low) // 2
         at_middle = reaching(middle)

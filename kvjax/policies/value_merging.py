@@ -45,7 +45,7 @@ class CacheMerging(Remainder):
         keep = keep & valid
         evicted = valid & ~keep
         scores = jnp.where(valid & jnp.isfinite(scores), scores.astype(jnp.float32), 0.0)
-        kept_before = jnp.cumsum(keep, axis=-1, dtype=jnp.int32) - keep
+        kept_before = jnp.cumsum(keep, axis=-1, dtype=jnp.int32) - keep.astype(jnp.int32)
         kept = jnp.sum(keep, axis=-1, keepdims=True, dtype=jnp.int32)
         mean = jnp.sum(jnp.where(keep, scores, 0.0), axis=-1, keepdims=True)
         mean = mean / jnp.maximum(kept, 1).astype(jnp.float32)
