@@ -71,10 +71,14 @@ class PivotMerging(Remainder):
         k_j <- (k_j + sum over i assigned of (k_i + k_j) / 2) / (1 + n_j),  v_j likewise
 
     Paper: LOOK-M (arXiv 2406.18139), its pivotal merging, also an option of ReST-KV's release.
-    Keys are compared and averaged after RoPE, as there. Costs S x S x D per head.
+    Keys are compared and averaged after RoPE, as there. Costs S x kept x D per head.
     """
 
-    block: int = 256  # evicted entries compared at a time; memory is B K block S floats
+    block: int = 256  # entries compared at a time; memory is B K block^2 floats
+
+    def __post_init__(self) -> None:
+        if self.block < 1:
+            raise ValueError(f"block={self.block}: allowed are integers >= 1")
 
     def apply(
         self,
@@ -89,20 +93,7 @@ class PivotMerging(Remainder):
         keep = keep & valid
         clean_keys = jnp.where(valid[..., None], keys.astype(jnp.float32), 0.0)
         clean_values = jnp.where(valid[..., None], values.astype(jnp.float32), 0.0)
-        norms = jnp.linalg.norm(clean_keys, axis=-1, keepdims=True)
-        unit = clean_keys / jnp.maximum(norms, 1e-20)
-        slots = positions.shape[-1]
-        size = min(self.block, slots)
-
-        def find(step: Array, pivots: Array) -> Array:
-            start = jnp.minimum(step * size, slots - size)
-            rows = lax.dynamic_slice_in_dim(unit, start, size, axis=2)
-            similarity = jnp.einsum("bkqd,bksd->bkqs", rows, unit, precision="highest")
-            similarity = jnp.where(keep[:, :, None], similarity, -jnp.inf)
-            found = jnp.argmax(similarity, axis=-1).astype(jnp.int32)
-            return lax.dynamic_update_slice_in_dim(pivots, found, start, axis=2)
-
-        pivots = lax.fori_loop(0, -(-slots // size), find, jnp.zeros(positions.shape, jnp.int32))
+        pivots = self._most_similar(clean_keys, keep)
         merged = (valid & ~keep).astype(jnp.float32)[..., None]
         index = _rows(pivots)
         count = jnp.zeros((*positions.shape, 1), jnp.float32).at[index].add(merged)
@@ -113,6 +104,48 @@ class PivotMerging(Remainder):
             return jnp.where(keep[..., None], result, own)
 
         return average(clean_keys).astype(keys.dtype), average(clean_values).astype(values.dtype)
+
+    def _most_similar(
+        self, keys: Float[Array, "B K S D"], keep: Bool[Array, "B K S"]
+    ) -> Int[Array, "B K S"]:
+        """For each entry the kept slot whose key has the largest cosine, the first of equals."""
+        slots = keep.shape[-1]
+        size = min(self.block, slots)
+        norms = jnp.sqrt(jnp.sum(jnp.square(keys), axis=-1, keepdims=True))
+        unit = keys / jnp.maximum(norms, 1e-20)
+        # Kept entries in front: blocks beyond the longest head are never compared.
+        order = jnp.argsort(~keep, axis=-1, stable=True).astype(jnp.int32)
+        front = jnp.take_along_axis(unit, order[..., None], axis=2)
+        kept = jnp.sum(keep, axis=-1, keepdims=True, dtype=jnp.int32)
+        blocks = -(-jnp.max(kept) // size)
+
+        def block_start(step: Array) -> Array:
+            return jnp.minimum(step * size, slots - size)
+
+        def rows_of(step: Array, places: Array) -> Array:
+            rows = lax.dynamic_slice_in_dim(unit, block_start(step), size, axis=2)
+
+            def compare(other: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+                start = block_start(other)
+                near = lax.dynamic_slice_in_dim(front, start, size, axis=2)
+                cosine = jnp.einsum("bkqd,bksd->bkqs", rows, near, precision="highest")
+                place = start + jnp.arange(size, dtype=jnp.int32)
+                present = (place[None, None] < kept)[:, :, None]
+                cosine = jnp.where(present, cosine, -jnp.inf)
+                # Two plain reductions: an argmax does not vectorise on the CPU.
+                best = jnp.max(cosine, axis=-1)
+                is_best = cosine == best[..., None]
+                first = jnp.min(jnp.where(is_best, place[None, None, None], slots), axis=-1)
+                better = best > found[0]
+                return jnp.where(better, best, found[0]), jnp.where(better, first, found[1])
+
+            empty = (jnp.full(rows.shape[:3], -jnp.inf), jnp.zeros(rows.shape[:3], jnp.int32))
+            place = lax.fori_loop(0, blocks, compare, empty)[1]
+            return lax.dynamic_update_slice_in_dim(places, place, block_start(step), axis=2)
+
+        places = jnp.zeros(keep.shape, jnp.int32)
+        places = lax.fori_loop(0, -(-slots // size), rows_of, places)
+        return jnp.take_along_axis(order, places, axis=2)
 
 
 def _rows(index: Int[Array, "B K S"]) -> tuple[Array, Array, Array]:
