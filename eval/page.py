@@ -151,8 +151,8 @@ def _worst(results: Results) -> str:
         return ""
     return (
         "<section><h2>Worst samples</h2><p>Answered from the full cache, missed by most policies. "
-        "The strip is the prompt from start to end: the darker, the larger the share of layers "
-        "and heads that kept it; the mark is the needle.</p>"
+        "The strip is the prompt from start to end: the fuller its "
+        "ink, the more layers and heads kept it; the mark is the needle.</p>"
         + "".join(_sample(sample) for sample in samples)
         + "</section>"
     )

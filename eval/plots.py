@@ -20,6 +20,8 @@ _COLOURS = (
     "#e69f00", "#56b4e9", "#009e73", "#d55e00", "#cc79a7", "#0072b2", "#8c8c1e", "#9b6dd6",
     "#a0522d", "#7f8c8d",
 )  # fmt: skip
+# Inches; a phone shows it at about its true size, so that 9 points stay readable there.
+_WIDTH = 5.0
 _MARKERS = "osD^vPXphd"
 
 
@@ -45,7 +47,7 @@ def _figure(draw: Callable[..., Any]) -> Callable[..., str]:
             # Ids within one page must differ between figures and agree between runs.
             "svg.hashsalt": f"{draw.__name__}{arguments[1:]}",
             "font.family": "sans-serif",
-            "font.size": 9,
+            "font.size": 9.5,
             "text.color": _INK,
             "axes.edgecolor": _LINE,
             "axes.labelcolor": _INK,
@@ -68,7 +70,7 @@ def score_against_bytes(results: Results, task: str, haystack: str) -> Any:
     """Mean score over mean measured cache bytes, one line per policy, with 95 % intervals."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4, 4.6), layout="constrained")
+    figure = Figure(figsize=(_WIDTH, 4.1), layout="constrained")
     axes = figure.add_subplot()
     rows = [r for r in summary.rows(results) if (r.task, r.haystack) == (task, haystack)]
     policies = list(dict.fromkeys(r.policy for r in rows if r.policy != "full"))
@@ -100,7 +102,7 @@ def score_against_bytes(results: Results, task: str, haystack: str) -> Any:
     axes.set_xlim(0, widest * 1.06)
     axes.grid(axis="y", lw=0.6, alpha=0.6)
     axes.set_axisbelow(True)
-    figure.legend(loc="outside lower center", ncols=4, frameon=False, handlelength=1.6)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, handlelength=1.6)
     return figure
 
 
@@ -117,7 +119,7 @@ def depth_by_length(results: Results, task: str, haystack: str) -> Any:
     chosen = [s for s in results.samples if (s.task, s.haystack) == (task, haystack)]
     lengths = sorted({s.length for s in chosen})
     depths = sorted({s.depth for s in chosen})
-    figure = Figure(figsize=(6.4, 0.85 * len(policies) + 0.9), layout="constrained")
+    figure = Figure(figsize=(_WIDTH, 0.72 * len(policies) + 0.8), layout="constrained")
     grid = figure.subplots(len(policies), len(budgets), squeeze=False)
     mesh, colours = None, mpl.colormaps["viridis"].resampled(41)
     for i, policy in enumerate(policies):
@@ -137,7 +139,7 @@ def depth_by_length(results: Results, task: str, haystack: str) -> Any:
                 cells, vmin=0, vmax=1, cmap=colours, edgecolors=_PAPER, linewidth=1.2
             )
             axes.invert_yaxis()
-            axes.tick_params(length=0, labelsize=7)
+            axes.tick_params(length=0, labelsize=8)
             axes.spines[:].set_visible(False)
             axes.set_xticks([])
             axes.set_yticks([])
@@ -148,17 +150,17 @@ def depth_by_length(results: Results, task: str, haystack: str) -> Any:
             if i == len(policies) - 1:
                 axes.set_xticks([x + 0.5 for x in range(len(lengths))], [str(n) for n in lengths])
             if policy == "full":
-                axes.set_title("full cache", fontsize=8)
+                axes.set_title("full cache", fontsize=9)
             elif i == (1 if policies[0] == "full" else 0):
-                axes.set_title(tables.budget_label(budget), fontsize=8)
-    figure.supxlabel("prompt length, tokens", fontsize=8)
+                axes.set_title(tables.budget_label(budget), fontsize=9)
+    figure.supxlabel("prompt length, tokens", fontsize=9)
     if mesh is not None:
         bar = figure.colorbar(mesh, ax=grid, shrink=0.5, aspect=30, pad=0.02)
         if bar.solids is not None:
             bar.solids.set(rasterized=False, edgecolor="face")
         bar.outline.set_visible(False)
-        bar.ax.tick_params(labelsize=7, length=0)
-        bar.set_label("score", fontsize=8)
+        bar.ax.tick_params(labelsize=8, length=0)
+        bar.set_label("score", fontsize=9)
     return figure
 
 
