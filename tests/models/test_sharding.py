@@ -48,9 +48,8 @@ def test_unknown_axes_and_missing_devices_are_named():
         make_mesh(tensor=4096)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_a_load_sharded_over_eight_devices_equals_the_unsharded_one(name, tmp_path):
-    path = export_hf(random_model(name), None, tmp_path / "model", max_shard_bytes=30_000)
+def test_a_load_sharded_over_eight_devices_equals_the_unsharded_one(tmp_path):
+    path = export_hf(random_model("qwen2"), None, tmp_path / "model", max_shard_bytes=30_000)
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.models.sharded_load", str(path)],

@@ -35,22 +35,29 @@ def open_fixture(name):
     return tensors, recorded, metadata
 
 
-@pytest.fixture(params=NAMES)
-def recorded(request, tmp_path):
+@pytest.fixture(params=NAMES, scope="module")
+def recorded(request, tmp_path_factory):
     """The loaded model of a fixture and the arrays PyTorch recorded for it."""
+    path = tmp_path_factory.mktemp(request.param)
     tensors, arrays, metadata = open_fixture(request.param)
-    (tmp_path / "config.json").write_text(metadata["config"])
-    save_file(tensors, tmp_path / "model.safetensors")
-    return load(tmp_path, dtype=jnp.float32).model, arrays
+    (path / "config.json").write_text(metadata["config"])
+    save_file(tensors, path / "model.safetensors")
+    return load(path, dtype=jnp.float32).model, arrays
 
 
 def cached_logits(model, tokens, prefix):
     """Logits [B, T - prefix + 1, V] from the prefix's last token on, decoded with the cache."""
     batch, length = tokens.shape
-    budget = jnp.full((batch,), length, jnp.int32)
-    lengths = jnp.full((batch,), prefix, jnp.int32)
-    prompt = jnp.asarray(tokens[:, :prefix])
-    logits, cache = prefill(model, prompt, lengths, budget, policy=FULL, capacity=length)
+    full = jnp.full((batch,), length, jnp.int32)
+    # Right-padded with what comes later: none of it may reach the prefix.
+    logits, cache = prefill(
+        model,
+        jnp.asarray(tokens),
+        jnp.full((batch,), prefix, jnp.int32),
+        full,
+        policy=FULL,
+        capacity=length,
+    )
     parts = [logits]
     one = jnp.ones((batch,), jnp.int32)
     for index in range(prefix, length):
