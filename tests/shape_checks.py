@@ -7,13 +7,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+from beartype import BeartypeConf, beartype
 from jaxtyping import install_import_hook
+
+# An int is a float, as type checkers see it too.
+checked = beartype(conf=BeartypeConf(is_pep484_tower=True))
 
 
 def install(packages: Sequence[str]) -> None:
     """Checks arguments and results of every annotated function; precedes the packages' import."""
     jax.tree_util.register_dataclass = _register_dataclass
-    install_import_hook(packages, "beartype.beartype")
+    install_import_hook(packages, f"{__name__}.checked")
 
 
 def _register_dataclass[C: type](
