@@ -37,6 +37,7 @@ class Observed:
     queries_pre_rope: Float[Array, "L B H T D"] | None = None
     hidden: Float[Array, "L B T E"] | None = None
     column_attention: Float[Array, "L B H T"] | None = None
+    replay_scores: Float[Array, "L B K T"] | None = None  # from `replay`, for KVzip
 
 
 def prefill(
@@ -143,6 +144,13 @@ def compress(
         for name in ("queries", "queries_pre_rope", "hidden", "column_attention")
         if name in policy.needs
     }
+    replayed = None
+    if "replay" in policy.needs:
+        if observed.replay_scores is None:
+            raise ValueError(
+                f"policy {policy.name!r} needs replay_scores: run replay on observe's full cache"
+            )
+        replayed = observed.replay_scores
     query_positions = None
     if "queries" in per_layer:
         assert observed.query_positions is not None
@@ -150,7 +158,8 @@ def compress(
         query_positions = observed.query_positions[:, -policy.window :]
 
     def body(_: None, inputs: Any) -> tuple[None, eviction.Kept]:
-        layer, window, index, layer_budget, layer_params, keys, values, positions, seen = inputs
+        layer, window, index, layer_budget, layer_params, *cached, seen, replay_scores = inputs
+        keys, values, positions = cached
         observation = Observation(
             keys=keys,
             values=values,
@@ -166,11 +175,11 @@ def compress(
             **seen,
         )
         return None, eviction.cut_layer(
-            policy, observation, layer_budget, window, capacity, layer_params
+            policy, observation, layer_budget, window, capacity, layer_params, replay_scores
         )
 
     inputs = (model.layers, jnp.asarray(model.windows), layer_ids(model), budgets, params)
-    full = (cache.keys, cache.values, cache.positions, per_layer)
+    full = (cache.keys, cache.values, cache.positions, per_layer, replayed)
     _, kept = lax.scan(body, None, (*inputs, *full))
     return _assemble(model, policy, kept, budget, lengths, capacity, pages)
 

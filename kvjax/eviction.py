@@ -24,6 +24,7 @@ from kvjax.policies.observation import Observation, State
 
 QUERIES = "recent_queries"  # layer state of policies that see queries and evict more than once
 QUERY_POSITIONS = "recent_query_positions"
+REPLAY = "replay_score"  # slot state of policies that need a replay of the context
 
 
 def state_fields(
@@ -179,6 +180,7 @@ def cut_layer(
     window: Int[Array, ""],
     capacity: int,
     params: Any,
+    replay_scores: Float[Array, "B K S"] | None = None,
 ) -> Kept:
     """One layer of the prompt cut to a mean of `budget` entries per head, at most `capacity`.
 
@@ -191,6 +193,8 @@ def cut_layer(
     else:
         observation = dataclasses.replace(observation, budget=budget)
         state = with_queries(_first_state(policy, observation), observation)
+        if replay_scores is not None:
+            state = State(slots=state.slots | {REPLAY: replay_scores}, layer=state.layer)
         state = policy.scorer.update(observation, params, state)
         verdict = judge(policy, observation, budget, window, params, state)
         if policy.allocator.crosses_layers:

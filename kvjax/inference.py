@@ -27,8 +27,11 @@ from kvjax.generation import Generation, Sampling
 from kvjax.models.decoder import Decoder
 from kvjax.policies.base import Policy, Uniform
 from kvjax.policies.registry import policy as named_policy
+from kvjax.replay import ReplayPrompt, compiled_replay
+from kvjax.turns import ChatTokenizer
 
-type Tokens = Int[Array, "B T"] | Sequence[Sequence[int]] | Sequence[int]
+type Tokens = Int[Array | np.ndarray, "B T"] | Sequence[Sequence[int]] | Sequence[int]
+type Lengths = Int[Array | np.ndarray, " B"] | Sequence[int] | None
 
 _STORAGE = ("policy", "capacity", "pages")
 _prefill = jax.jit(decoding.prefill, static_argnames=_STORAGE)
@@ -43,7 +46,7 @@ _generate = jax.jit(generation.generate, static_argnames=_GENERATE_STATIC)
 def prefill(
     model: Decoder,
     tokens: Tokens,
-    lengths: Int[Array, " B"] | Sequence[int] | None = None,
+    lengths: Lengths = None,
     *,
     policy: Policy | str = "full",
     budget: Any = 1.0,
@@ -77,6 +80,11 @@ def prefill(
         allowed.
     """
     policy = _as_policy(policy)
+    if "replay" in policy.needs:
+        raise ValueError(
+            f"policy {policy.name!r} replays the whole context after its prefill: use observe, "
+            "replay and compress (with prefill='whole')"
+        )
     tokens, lengths = _as_batch(tokens, lengths)
     check_tokens(model, tokens, lengths)
     entries = resolve_budget(model, budget, lengths)
@@ -103,7 +111,7 @@ def prefill(
 def observe(
     model: Decoder,
     tokens: Tokens,
-    lengths: Int[Array, " B"] | Sequence[int] | None = None,
+    lengths: Lengths = None,
     *,
     policies: Sequence[Policy] = (),
 ) -> tuple[Float[Array, "B V"], PaddedCache, Observed]:
@@ -117,6 +125,23 @@ def observe(
                 "use prefill"
             )
     return _observe(model, tokens, lengths, policies=tuple(policies))
+
+
+def replay(
+    model: Decoder,
+    cache: PaddedCache,
+    observed: Observed,
+    tokens: Tokens,
+    lengths: Lengths = None,
+    *,
+    tokenizer: ChatTokenizer,
+    chunk: int = 2048,
+) -> Observed:
+    """What `observe` saw, with the replay scores that KVzip needs; same tokens, same full cache."""
+    tokens, lengths = _as_batch(tokens, lengths)
+    prompt = ReplayPrompt.of(tokenizer)
+    scores = compiled_replay(model, cache, tokens, lengths, prompt, chunk=chunk)
+    return dataclasses.replace(observed, replay_scores=scores)
 
 
 def compress(
@@ -158,7 +183,7 @@ def extend[C: Cache](
     model: Decoder,
     cache: C,
     tokens: Tokens,
-    lengths: Int[Array, " B"] | Sequence[int] | None = None,
+    lengths: Lengths = None,
     *,
     policy: Policy | None = None,
     budget: Any = None,
@@ -370,9 +395,7 @@ def _as_entries(budget: Any, batch: int) -> Int[Array, " B"]:
     return jnp.broadcast_to(entries, (batch,))
 
 
-def _as_batch(
-    tokens: Tokens, lengths: Int[Array, " B"] | Sequence[int] | None
-) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
+def _as_batch(tokens: Tokens, lengths: Lengths) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
     if isinstance(tokens, jax.Array | np.ndarray):
         if tokens.ndim != 2:
             raise ValueError(f"tokens of shape {tokens.shape}: allowed is [batch, length]")
