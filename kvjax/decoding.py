@@ -29,14 +29,17 @@ type Rotation = tuple[Array, Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Observed:
-    """What one prefill keeps for policies that compress its full cache later; leading axis L."""
+    """What one prefill keeps for policies that compress its full cache later.
+
+    With a leading axis L behind the prefill, without it inside a layer.
+    """
 
     new_positions: Int[Array, "B T"]
-    queries: Float[Array, "L B H W D"] | None = None
+    queries: Float[Array, "*L B H W D"] | None = None
     query_positions: Int[Array, "B W"] | None = None
-    queries_pre_rope: Float[Array, "L B H T D"] | None = None
-    hidden: Float[Array, "L B T E"] | None = None
-    column_attention: Float[Array, "L B H T"] | None = None
+    queries_pre_rope: Float[Array, "*L B H T D"] | None = None
+    hidden: Float[Array, "*L B T E"] | None = None
+    column_attention: Float[Array, "*L B H T"] | None = None
     replay_scores: Float[Array, "L B K T"] | None = None  # from `replay`, for KVzip
 
 

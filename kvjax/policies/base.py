@@ -99,7 +99,7 @@ class StateField:
 
     shape: tuple[int, ...] = ()
     dtype: Any = jnp.float32
-    fill: float = 0.0
+    fill: float | int = 0.0
 
 
 class Scorer:
