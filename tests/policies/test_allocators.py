@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -296,6 +297,12 @@ def test_ada_snapkv_is_the_published_composition() -> None:
     assert (built.scorer.kernel, built.scorer.pooling, built.window) == (7, "max", 32)
     assert built.allocator == Ada(floor=0.2)
     assert (built.protection.sinks, built.protection.recent) == (0, 32)
+
+
+def test_a_policy_gathers_what_its_allocator_needs() -> None:
+    built = dataclasses.replace(policy("knorm"), allocator=Cake(window=16))
+    assert built.needs == {"queries"}
+    assert built.window == 16
 
 
 @pytest.mark.parametrize(
