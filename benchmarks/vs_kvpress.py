@@ -64,7 +64,7 @@ class Side:
                 os.sched_setaffinity(0, {core})
 
         environment = {**os.environ, **ONE_THREAD}
-        if script == "vs_kvpress_own.py":
+        if python == sys.executable:
             environment["PYTHONPATH"] = str(ROOT)
         self.name = script
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the process)

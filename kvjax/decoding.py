@@ -227,9 +227,9 @@ def prefill_chunked(
     return logits, cache
 
 
-def extend[C: Cache](
+def extend(
     model: Decoder,
-    cache: C,
+    cache: Cache,
     tokens: Int[Array, "B T"],
     lengths: Int[Array, " B"],
     *,
@@ -237,7 +237,7 @@ def extend[C: Cache](
     policy: Policy | None = None,
     params: Any = None,
     interval: int | None = None,
-) -> tuple[Float[Array, "B V"], C]:
+) -> tuple[Float[Array, "B V"], Cache]:
     """Runs `lengths` new tokens of each row against the cache and appends them.
 
     One function for prefill chunks, follow-up questions and decode steps. All new tokens attend
@@ -272,11 +272,11 @@ def empty_cache(
     state = State()
     if policy is not None:
         slots, layer = eviction.state_fields(policy, config.num_heads, config.head_dim, model.dtype)
-        lead = (*rows, config.num_kv_heads, capacity)
+        lead: tuple[int, ...] = (*rows, config.num_kv_heads, capacity)
         if pages is not None:
             lead = (batch, pages.pool, pages.size)
         state = State(slots=eviction.new_state(slots, lead), layer=eviction.new_state(layer, rows))
-    shape = {
+    shape: dict[str, Any] = {
         "num_layers": config.num_layers,
         "batch": batch,
         "num_kv_heads": config.num_kv_heads,
@@ -289,9 +289,9 @@ def empty_cache(
     return PaddedCache.empty(capacity=capacity, **shape)
 
 
-def _extend_only[C: Cache](
-    model: Decoder, cache: C, tokens: Int[Array, "B T"], lengths: Int[Array, " B"]
-) -> tuple[Float[Array, "B V"], C]:
+def _extend_only(
+    model: Decoder, cache: Cache, tokens: Int[Array, "B T"], lengths: Int[Array, " B"]
+) -> tuple[Float[Array, "B V"], Cache]:
     if cache.policy_state.slots or cache.policy_state.layer:
         raise ValueError(
             "extend: this cache carries the state of a policy that evicts while decoding; pass "
@@ -310,16 +310,16 @@ def _extend_only[C: Cache](
     return _last_logits(model, x, lengths), cache.append(keys, values, positions, State())
 
 
-def _extend_and_evict[C: Cache](
+def _extend_and_evict(
     model: Decoder,
-    cache: C,
+    cache: Cache,
     tokens: Int[Array, "B T"],
     lengths: Int[Array, " B"],
     budget: Int[Array, " B"],
     policy: Policy,
     params: Any,
     interval: int,
-) -> tuple[Float[Array, "B V"], C]:
+) -> tuple[Float[Array, "B V"], Cache]:
     assert policy.scorer is not None
     scorer, config = policy.scorer, model.config
     windows = jnp.asarray(model.windows)
@@ -360,12 +360,12 @@ def _extend_and_evict[C: Cache](
         body, model.embed(tokens), (*inputs, *cached)
     )
 
-    def cut() -> C:
+    def cut() -> Cache:
         keep = eviction.stay(policy, verdict, valid, budget, next_position, windows, cache.capacity)
         keep = jnp.where(full[None, :, None, None], keep, valid)
 
-        def absorb(layer: Array, *entries: Array) -> tuple[Array, Array]:
-            return policy.remainder.apply(*entries, keep[layer], verdict.scores[layer])
+        def absorb(layer: Array, k: Array, v: Array, slots: Array) -> tuple[Array, Array]:
+            return policy.remainder.apply(k, v, slots, keep[layer], verdict.scores[layer])
 
         return cache.keep(keep, keys, values, positions, state, absorb)
 

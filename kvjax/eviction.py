@@ -304,6 +304,7 @@ def with_queries(state: State, observation: Observation) -> State:
     """`state` with this call's newest queries in place of the earlier ones."""
     if QUERIES not in state.layer:
         return state
+    assert observation.queries is not None and observation.query_positions is not None
     newest = {QUERIES: observation.queries, QUERY_POSITIONS: observation.query_positions}
     return State(slots=state.slots, layer=state.layer | newest)
 

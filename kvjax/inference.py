@@ -27,7 +27,7 @@ from kvjax.generation import Generation, Sampling
 from kvjax.models.decoder import Decoder
 from kvjax.policies.base import Policy, Uniform
 from kvjax.policies.registry import policy as named_policy
-from kvjax.replay import ReplayPrompt, compiled_replay
+from kvjax.repetition import ReplayPrompt, compiled_replay
 from kvjax.turns import ChatTokenizer
 
 type Tokens = Int[Array | np.ndarray, "B T"] | Sequence[Sequence[int]] | Sequence[int]
@@ -88,13 +88,9 @@ def prefill(
     tokens, lengths = _as_batch(tokens, lengths)
     check_tokens(model, tokens, lengths)
     entries = resolve_budget(model, budget, lengths)
-    largest = None
-    if capacity is None or isinstance(pages, int):
-        largest = largest_budget(model, budget, entries, tokens.shape[1])
-    if capacity is None:
-        capacity = default_capacity(model, policy, largest, tokens.shape[1], room)
-    if isinstance(pages, int):
-        pages = default_pages(model, policy, largest, tokens.shape[1], room, capacity, pages)
+    capacity, pages = _storage(
+        model, policy, budget, entries, tokens.shape[1], room, capacity, pages
+    )
     run = _prefill_chunked if policy.schedule.prefill == "chunked" else _prefill
     return run(
         model,
@@ -159,14 +155,9 @@ def compress(
     """The cache that `prefill` with this policy and budget leaves, from `observe`'s full cache."""
     policy = _as_policy(policy)
     entries = resolve_budget(model, budget, cache.next_position)
-    length = cache.capacity
-    largest = None
-    if capacity is None or isinstance(pages, int):
-        largest = largest_budget(model, budget, entries, length)
-    if capacity is None:
-        capacity = default_capacity(model, policy, largest, length, room)
-    if isinstance(pages, int):
-        pages = default_pages(model, policy, largest, length, room, capacity, pages)
+    capacity, pages = _storage(
+        model, policy, budget, entries, cache.capacity, room, capacity, pages
+    )
     return _compress(
         model,
         cache,
@@ -179,9 +170,9 @@ def compress(
     )
 
 
-def extend[C: Cache](
+def extend(
     model: Decoder,
-    cache: C,
+    cache: Cache,
     tokens: Tokens,
     lengths: Lengths = None,
     *,
@@ -189,7 +180,7 @@ def extend[C: Cache](
     budget: Any = None,
     params: Any = None,
     interval: int | None = None,
-) -> tuple[Float[Array, "B V"], C]:
+) -> tuple[Float[Array, "B V"], Cache]:
     """Appends tokens (a question, a turn) to a cache; see `decoding.extend`.
 
     Raises:
@@ -372,6 +363,27 @@ def check_room(cache: Cache, counts: Int[Array, " B"], finished: Array | None = 
             f"{wanted[row]} tokens for a cache with room for {room[row]} (capacity "
             f"{cache.capacity}): prefill with more room, or with a decode_interval"
         )
+
+
+def _storage(
+    model: Decoder,
+    policy: Policy,
+    budget: Any,
+    entries: Int[Array, " B"],
+    length: int,
+    room: int,
+    capacity: int | None,
+    pages: Pages | int | None,
+) -> tuple[int, Pages | None]:
+    """Capacity and page layout, derived where they are not given."""
+    if capacity is not None and not isinstance(pages, int):
+        return capacity, pages
+    largest = largest_budget(model, budget, entries, length)
+    if capacity is None:
+        capacity = default_capacity(model, policy, largest, length, room)
+    if isinstance(pages, int):
+        pages = default_pages(model, policy, largest, length, room, capacity, pages)
+    return capacity, pages
 
 
 def _evicts(policy: Policy | None, interval: int | None) -> bool:

@@ -33,5 +33,6 @@ def paged_attention(
     if implementation == "split" or queries.shape[2] <= 8:
         return split.paged_attention(*args)
     slots = reference.slot_positions(positions, page_table, lengths)
-    gathered = (reference.gather_pages(pool, page_table) for pool in (keys, values))
-    return attention(queries, *gathered, query_positions, slots, window)
+    gathered_keys = reference.gather_pages(keys, page_table)
+    gathered_values = reference.gather_pages(values, page_table)
+    return attention(queries, gathered_keys, gathered_values, query_positions, slots, window)

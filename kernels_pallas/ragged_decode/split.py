@@ -73,10 +73,12 @@ def paged_attention(
             flat_values[identity],
             preferred_element_type=jnp.float32,
         )
-        parts = (largest, jnp.sum(weights, axis=-1), out)
-        return tuple(
-            lax.dynamic_update_slice_in_dim(into, part, at, axis=0)
-            for into, part in zip(carry, parts, strict=True)
+        put = lax.dynamic_update_slice_in_dim
+        all_largest, all_sums, all_outs = carry
+        return (
+            put(all_largest, largest, at, axis=0),
+            put(all_sums, jnp.sum(weights, axis=-1), at, axis=0),
+            put(all_outs, out, at, axis=0),
         )
 
     empty = (

@@ -232,11 +232,13 @@ class PagedCache:
             union = join(cache.dense(view), (keys[layer], values[layer], spread))
             if absorb is not None:
                 union = (*absorb(layer, *union), union[2])
-            kept = [gather_slots(array, indices) for array in union]
+            kept_keys, kept_values, kept_positions = (gather_slots(a, indices) for a in union)
             slots = {
                 name: gather_slots(array[layer], indices) for name, array in state.slots.items()
             }
-            return cache._replace_layer(layer, lengths, *kept, slots)
+            return cache._replace_layer(
+                layer, lengths, kept_keys, kept_values, kept_positions, slots
+            )
 
         start = dataclasses.replace(
             self,

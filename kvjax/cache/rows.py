@@ -30,7 +30,7 @@ def map_rows[C: Cache](function: Callable[..., Array], *caches: C) -> C:
         axis = axes.get(name, 0)
         return jax.tree.map(lambda *arrays: function(*arrays, axis), *parts)
 
-    fields = {}
+    fields: dict[str, Any] = {}
     for field in dataclasses.fields(caches[0]):
         parts = [getattr(cache, field.name) for cache in caches]
         if field.name == "policy_state":

@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 
 COMMANDS = {
     "generate": "answer a prompt from a bounded cache",
+    "chat": "talk to a model that remembers within a budget",
+    "inspect": "show on a page which tokens a policy keeps",
     "eval": "compare policies and budgets on tasks, and write a report",
     "policies": "list the eviction methods and their options",
     "convert": "write a checkpoint in another format",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
+from typing import Literal
 
-from kvjax.policies.base import Policy, Protection, Scorer
+from kvjax.policies.base import Policy, Protection, Schedule, Scorer
 
 _REGISTRY: dict[str, Callable[..., Scorer | Policy]] = {}
 
@@ -43,7 +44,7 @@ def policy(
     *,
     sinks: int | None = None,
     recent: int | float | None = None,
-    prefill: str | None = None,
+    prefill: Literal["whole", "chunked"] | None = None,
     chunk: int | None = None,
     decode_interval: int | None = None,
     **method_options: object,
@@ -75,21 +76,24 @@ def policy(
             allocator=built.allocator(),
             schedule=built.schedule(),
         )
-    protection = _replaced(built.protection, sinks=sinks, recent=recent)
-    schedule = _replaced(
-        built.schedule, prefill=prefill, chunk=chunk, decode_interval=decode_interval or None
+    interval = None if decode_interval == 0 else decode_interval
+    return dataclasses.replace(
+        built,
+        protection=Protection(
+            sinks=built.protection.sinks if sinks is None else sinks,
+            recent=built.protection.recent if recent is None else recent,
+        ),
+        schedule=Schedule(
+            prefill=built.schedule.prefill if prefill is None else prefill,
+            chunk=built.schedule.chunk if chunk is None else chunk,
+            decode_interval=(
+                built.schedule.decode_interval if decode_interval is None else interval
+            ),
+        ),
     )
-    if decode_interval == 0:
-        schedule = dataclasses.replace(schedule, decode_interval=None)
-    return dataclasses.replace(built, protection=protection, schedule=schedule)
 
 
 _COMMON = ("sinks", "recent", "prefill", "chunk", "decode_interval")
-
-
-def _replaced[T: (Protection, object)](base: T, **changes: object) -> T:
-    given = {name: value for name, value in changes.items() if value is not None}
-    return dataclasses.replace(base, **given)  # type: ignore[type-var]
 
 
 def _factory(name: str) -> Callable[..., Scorer | Policy]:

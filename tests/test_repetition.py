@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.replay import ReplayPrompt, compiled_replay
+from kvjax.repetition import ReplayPrompt, compiled_replay
 from tests import oracle
 
 CONFIG = kvjax.ModelConfig(

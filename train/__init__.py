@@ -1,0 +1,1 @@
+"""Training of learned policies on frozen backbones."""
