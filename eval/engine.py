@@ -77,20 +77,25 @@ class KvjaxEngine:
         dtype = jax.tree.leaves(self.model)[0].dtype
         return kvjax.Budget.parse(budget).resolve(length, self.model.config, dtype)
 
-    def capacity(self, labels: Sequence[str], budget: int, bucket: int, room: int) -> int:
-        """Slots per head that hold any of these policies at `budget`, and `room` tokens more."""
-        config = self.model.config
-        sizes = (self.model.windows, config.num_kv_heads, room)
-        return max(capacity_for(self.policies[name], budget, bucket, *sizes) for name in labels)
+    def capacity(self, label: str, budget: int, bucket: int, room: int) -> int:
+        """Slots per head that this policy needs at `budget`, and `room` tokens more."""
+        sizes = (self.model.windows, self.model.config.num_kv_heads, room)
+        return capacity_for(self.policies[label], budget, bucket, *sizes)
 
     def prefill(self, tokens: Sequence[int]) -> Prefilled:
         """One pass over the prompt that serves every policy and every budget."""
         bucket = self.bucket(len(tokens))
-        padded = _padded(tokens, bucket)
+        padded, length = _padded(tokens, bucket), _vector(len(tokens))
         observe = functools.partial(kvjax.observe, policies=tuple(self.policies.values()))
         (logits, cache, observations), seconds = self._run(
-            "observe", observe, self.model, padded, _vector(len(tokens))
+            "observe", observe, self.model, padded, length
         )
+        replay_seconds = 0.0
+        if any("replay" in policy.needs for policy in self.policies.values()):
+            replay = functools.partial(kvjax.replay, tokenizer=self.tokenizer)
+            observations, replay_seconds = self._run(
+                "replay", replay, self.model, cache, observations, padded, length
+            )
         return Prefilled(
             logits=logits,
             cache=cache,
@@ -99,6 +104,7 @@ class KvjaxEngine:
             bucket=bucket,
             seconds=seconds,
             nbytes=kvjax.nbytes(cache),
+            replay_seconds=replay_seconds,
         )
 
     def compress(self, prefilled: Prefilled, label: str, budget: int, capacity: int) -> Row:
@@ -126,7 +132,7 @@ class KvjaxEngine:
         kept = np.bincount(positions, minlength=prefilled.length) / heads
         return Row(
             cache=cache,
-            seconds=seconds,
+            seconds=seconds + (prefilled.replay_seconds if "replay" in policy.needs else 0.0),
             nbytes=kvjax.nbytes(cache),
             alive_nbytes=int(lengths.sum() * slot_nbytes // (heads * slots)),
             alive=float(lengths.mean()),

@@ -15,7 +15,7 @@ from eval.config import Config
 from eval.progress import Progress, silent
 from eval.prompt import Prompt, Prompter
 from eval.records import Journal, Record, Results, SampleResult
-from eval.stages import Engine, Prefilled
+from eval.stages import Engine, Prefilled, Row
 from eval.tasks import TASKS, Sample
 
 _PROFILE_BINS = 40
@@ -140,53 +140,67 @@ def _run_group(
     labels: Sequence[str],
 ) -> list[Record]:
     room = engine.question_bucket(len(prompt.question)) + config.max_new_tokens
-    tokens = largest = 0
-    rows: dict[str, Any] = {}
+    tokens = 0
     records: dict[str, Record] = {}
+    by_capacity: dict[int, dict[str, Row]] = {}
     for label in labels:
         try:
             tokens, largest = prefilled.length, prefilled.bucket
             if budget is not None:
                 tokens, largest = (engine.resolve(budget, n) for n in (tokens, largest))
             # The capacity follows from the bucket, so that its samples share one compilation.
-            capacity = engine.capacity(labels, largest, prefilled.bucket, room)
-            rows[label] = engine.compress(prefilled, label, tokens, capacity)
+            capacity = engine.capacity(label, largest, prefilled.bucket, room)
+            row = engine.compress(prefilled, label, tokens, capacity)
+            by_capacity.setdefault(capacity, {})[label] = row
         except Exception as error:
             records[label] = _failed(label, name, tokens, error)
-    try:
-        answers = None
-        if rows:
-            answers = engine.answer(
-                prefilled, list(rows.values()), prompt.question, config.max_new_tokens
-            )
-    except Exception as error:
-        records |= {label: _failed(label, name, tokens, error) for label in rows}
-    if answers is not None:
-        for index, (label, row) in enumerate(rows.items()):
-            text = engine.tokenizer.decode(answers.tokens[index])
-            speed = answers.steps / answers.decode_seconds if answers.decode_seconds else None
-            # A full cache is not cut down from anything: the copy beside the prefill's is ours.
-            beside = 0 if label == "full" else prefilled.nbytes
-            records[label] = Record(
-                policy=label,
-                budget=name,
-                budget_tokens=tokens,
-                answer=text,
-                score=TASKS[sample.task].score(sample.answers, text),
-                cache_bytes=row.nbytes,
-                alive_bytes=row.alive_nbytes,
-                kept_tokens=row.alive,
-                peak_bytes=row.nbytes + beside,
-                compress_seconds=row.seconds,
-                question_seconds=answers.question_seconds,
-                decode_seconds=answers.decode_seconds,
-                tokens_per_second=speed,
-                generated_tokens=len(answers.tokens[index]),
-                rows=len(rows),
-                needle_kept=_needle_kept(row.kept, prompt.needle),
-                kept_profile=_profile(row.kept),
-            )
+    # A policy that needs more slots than others must not lend its bytes to them.
+    for rows in by_capacity.values():
+        try:
+            records |= _answered(config, engine, sample, prompt, prefilled, name, tokens, rows)
+        except Exception as error:
+            records |= {label: _failed(label, name, tokens, error) for label in rows}
     return [records[label] for label in labels]
+
+
+def _answered(
+    config: Config,
+    engine: Engine,
+    sample: Sample,
+    prompt: Prompt,
+    prefilled: Prefilled,
+    name: str,
+    tokens: int,
+    rows: dict[str, Row],
+) -> dict[str, Record]:
+    """The records of rows that decode side by side."""
+    answers = engine.answer(prefilled, list(rows.values()), prompt.question, config.max_new_tokens)
+    records = {}
+    for (label, row), ids in zip(rows.items(), answers.tokens, strict=True):
+        text = engine.tokenizer.decode(ids)
+        speed = answers.steps / answers.decode_seconds if answers.decode_seconds else None
+        # A full cache is not cut down from anything: the copy beside the prefill's is ours.
+        beside = 0 if label == "full" else prefilled.nbytes
+        records[label] = Record(
+            policy=label,
+            budget=name,
+            budget_tokens=tokens,
+            answer=text,
+            score=TASKS[sample.task].score(sample.answers, text),
+            cache_bytes=row.nbytes,
+            alive_bytes=row.alive_nbytes,
+            kept_tokens=row.alive,
+            peak_bytes=row.nbytes + beside,
+            compress_seconds=row.seconds,
+            question_seconds=answers.question_seconds,
+            decode_seconds=answers.decode_seconds,
+            tokens_per_second=speed,
+            generated_tokens=len(ids),
+            rows=len(rows),
+            needle_kept=_needle_kept(row.kept, prompt.needle),
+            kept_profile=_profile(row.kept),
+        )
+    return records
 
 
 def _failed(label: str, budget: str, tokens: int, error: Exception) -> Record:

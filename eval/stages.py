@@ -22,6 +22,7 @@ class Prefilled:
     bucket: int
     seconds: float
     nbytes: int  # of the full cache
+    replay_seconds: float = 0.0  # of the second pass that some policies ask for
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,7 @@ class Row:
     """One policy's compressed cache of one sample, and what it measures."""
 
     cache: Any
-    seconds: float  # scoring and compaction
+    seconds: float  # scoring and compaction, and the replay if the policy needs it
     nbytes: int  # sum of the sizes of its arrays
     alive_nbytes: int  # of the entries in it, without empty slots
     alive: float  # entries per KV head, mean over layers and heads
@@ -38,7 +39,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answers:
-    """What rows that decoded side by side said."""
+    """What rows of one capacity, decoding side by side, said."""
 
     tokens: list[list[int]]  # without the end token
     question_seconds: float
@@ -70,8 +71,8 @@ class Engine(Protocol):
     def resolve(self, budget: int | float | str, length: int) -> int:
         """Entries per KV head that `budget` allows a prompt of `length` tokens."""
 
-    def capacity(self, labels: Sequence[str], budget: int, bucket: int, room: int) -> int:
-        """Slots per head that hold any of these policies at `budget`, and `room` tokens more."""
+    def capacity(self, label: str, budget: int, bucket: int, room: int) -> int:
+        """Slots per head that this policy needs at `budget`, and `room` tokens more."""
 
     def prefill(self, tokens: Sequence[int]) -> Prefilled:
         """One pass over the prompt that serves every policy and every budget."""

@@ -29,7 +29,7 @@ class WordTokenizer:
         return found
 
     def decode(self, ids: list[int]) -> str:
-        return "".join(self.words[i] for i in ids)
+        return "".join(self.words[i] if i < len(self.words) else "?" for i in ids)
 
     def chat(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         turns = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
@@ -42,7 +42,7 @@ class FakeEngine:
 
     context_limit = 4096
 
-    def __init__(self, labels=("full", "first", "last"), fail_prefill=(), stop_after=None):
+    def __init__(self, labels=("full", "first", "last"), fail_prefill=(), stop_after=None, wide=()):
         self.tokenizer = WordTokenizer()
         self.policies = dict.fromkeys(labels)
         self.prefills: list[int] = []
@@ -50,6 +50,7 @@ class FakeEngine:
         self.shapes: set[tuple[int, int, int]] = set()
         self.fail_prefill = set(fail_prefill)
         self.stop_after = stop_after
+        self.wide = wide
 
     def bucket(self, length: int) -> int:
         return -(-length // 64) * 64
@@ -60,8 +61,8 @@ class FakeEngine:
     def resolve(self, budget, length: int) -> int:
         return round(budget * length) if isinstance(budget, float) else min(int(budget), length)
 
-    def capacity(self, labels, budget: int, bucket: int, room: int) -> int:
-        return (bucket if "full" in labels else budget) + room
+    def capacity(self, label: str, budget: int, bucket: int, room: int) -> int:
+        return (bucket if label in ("full", *self.wide) else budget) + room
 
     def prefill(self, tokens) -> Prefilled:
         if self.stop_after is not None and len(self.prefills) == self.stop_after:

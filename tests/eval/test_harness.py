@@ -33,6 +33,14 @@ def test_full_cache_runs_first_and_alone_then_each_budget_in_one_batch(tmp_path)
     ]
 
 
+def test_a_policy_that_needs_more_slots_does_not_lend_its_bytes_to_others(tmp_path):
+    engine = FakeEngine(wide=("first",))
+    results = harness.run(small_config(), engine, output=tmp_path)
+    assert engine.batches[:5] == [1, 1, 1, 1, 1]
+    first, last = results.samples[0].records[1:3]
+    assert first.cache_bytes > last.cache_bytes and first.peak_bytes > last.peak_bytes
+
+
 def test_shapes_do_not_depend_on_the_sample(tmp_path):
     engine = FakeEngine()
     harness.run(small_config(), engine, output=tmp_path)
