@@ -158,13 +158,16 @@ def _check_policy(card: Card, policy: Policy, params: Any, path: Any) -> None:
     if card.policy != policy.name:
         raise ValueError(f"{path}: cache of policy {card.policy!r}, given is {policy.name!r}")
     stored, given = dict(_leaves(card.settings)), dict(_leaves(settings(policy)))
-    for name in sorted(stored.keys() | given.keys()):
-        if (before := stored.get(name)) != (now := given.get(name)):
-            raise ValueError(
-                f"{path}: cache of policy {card.policy!r} with {name}={before!r} (settings "
-                f"{_hash(card.settings)}), given is {name}={now!r} (settings "
-                f"{settings_hash(policy)})"
-            )
+    differing = [n for n in sorted(stored.keys() | given.keys()) if stored.get(n) != given.get(n)]
+    if differing:
+        before, now = (
+            ", ".join(f"{name}={found.get(name)!r}" for name in differing)
+            for found in (stored, given)
+        )
+        raise ValueError(
+            f"{path}: cache of policy {card.policy!r} with {before} (settings "
+            f"{_hash(card.settings)}), given is {now} (settings {settings_hash(policy)})"
+        )
     if card.params != (learned := _params_hash(params)):
         raise ValueError(
             f"{path}: cache of policy {card.policy!r} with learned arrays {card.params}, given "
