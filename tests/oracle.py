@@ -10,14 +10,19 @@ from kvjax.models.decoder import Decoder
 
 
 def dense_logits(model: Decoder, tokens: np.ndarray, visible: np.ndarray) -> np.ndarray:
-    """Logits [T, V] of one sequence [T]; `visible` [L, K, T, T] says which keys a query sees.
+    """Logits [T, V] of one sequence [T]; `visible` [L, K, T, T] says which keys a query sees."""
+    return np.asarray(dense(model, jnp.asarray(tokens), jnp.asarray(visible)))
+
+
+def dense(model: Decoder, tokens: jax.Array, visible: jax.Array) -> jax.Array:
+    """The same on arrays, for `jit` and `vmap`.
 
     Plain matrices, layer by layer, nothing shared with the cached path but the projections.
     """
     config = model.config
     group = config.num_heads // config.num_kv_heads
     cos, sin = model.rotation(jnp.arange(len(tokens))[None])
-    x = model.embed(jnp.asarray(tokens)[None])
+    x = model.embed(tokens[None])
 
     def body(x, inputs):
         layer, mask = inputs
@@ -28,8 +33,8 @@ def dense_logits(model: Decoder, tokens: np.ndarray, visible: np.ndarray) -> np.
         out = jnp.einsum("hqs,hsd->hqd", jax.nn.softmax(logits, axis=-1), values)
         return layer.finish(x, out[None]), None
 
-    x, _ = jax.lax.scan(body, x, (model.layers, jnp.asarray(visible)))
-    return np.asarray(model.logits(x)[0])
+    x, _ = jax.lax.scan(body, x, (model.layers, visible))
+    return model.logits(x[0])
 
 
 def causal(model: Decoder, length: int) -> np.ndarray:
