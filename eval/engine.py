@@ -14,12 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
+import kvjax.inference
 from eval.config import Config, PolicyConfig
 from eval.stages import Answers, Prefilled, Row
-from kvjax.eviction import capacity_for
-from kvjax.policies.base import Schedule
+from kvjax.cache.entries import entry_positions
+from kvjax.policies.base import Schedule, Uniform
 
 _QUESTION_STEP = 16
+_PAGE = 16
 _SCHEDULE_OPTIONS = ("prefill", "chunk", "decode_interval")
 
 
@@ -45,6 +47,9 @@ def build_policies(configs: Sequence[PolicyConfig]) -> dict[str, Any]:
             raise ValueError(f"policies[{index}]: {error}") from error
         built[config.label] = dataclasses.replace(policy, schedule=Schedule())
     return built
+
+
+type Layout = tuple[int, kvjax.Pages | None]
 
 
 class KvjaxEngine:
@@ -77,10 +82,17 @@ class KvjaxEngine:
         dtype = jax.tree.leaves(self.model)[0].dtype
         return kvjax.Budget.parse(budget).resolve(length, self.model.config, dtype)
 
-    def capacity(self, label: str, budget: int, bucket: int, room: int) -> int:
-        """Slots per head that this policy needs at `budget`, and `room` tokens more."""
-        sizes = (self.model.windows, self.model.config.num_kv_heads, room)
-        return capacity_for(self.policies[label], budget, bucket, *sizes)
+    def layout(self, label: str, budget: int, bucket: int, room: int) -> Layout:
+        """Slots per head that this policy needs at `budget`, and `room` tokens more.
+
+        Where heads get uneven shares the cache is paged, so that its bytes follow their sum.
+        """
+        policy = self.policies[label]
+        capacity = kvjax.inference.default_capacity(self.model, policy, budget, bucket, room)
+        if type(policy.allocator) is Uniform:
+            return capacity, None
+        sizes = (budget, bucket, room, capacity, _PAGE)
+        return capacity, kvjax.inference.default_pages(self.model, policy, *sizes)
 
     def prefill(self, tokens: Sequence[int]) -> Prefilled:
         """One pass over the prompt that serves every policy and every budget."""
@@ -107,16 +119,17 @@ class KvjaxEngine:
             replay_seconds=replay_seconds,
         )
 
-    def compress(self, prefilled: Prefilled, label: str, budget: int, capacity: int) -> Row:
+    def compress(self, prefilled: Prefilled, label: str, budget: int, layout: Layout) -> Row:
         """The cache that the policy `label` leaves of the prefilled one."""
         policy = self.policies[label]
-        compress = functools.partial(kvjax.compress, policy=policy, capacity=capacity)
+        capacity, pages = layout
+        compress = functools.partial(kvjax.compress, policy=policy, capacity=capacity, pages=pages)
 
         def program(model: Any, cache: Any, observations: Any, budget: jax.Array) -> Any:
             return compress(model, cache, observations, budget=budget)
 
         cache, seconds = self._run(
-            ("compress", label, capacity),
+            ("compress", label, layout),
             program,
             self.model,
             prefilled.cache,
@@ -124,17 +137,18 @@ class KvjaxEngine:
             _vector(budget),
         )
         lengths = np.asarray(cache.lengths)[:, 0]
-        slots = cache.keys.shape[3]
         heads = lengths.size
-        slot_nbytes = sum(a.nbytes for a in (cache.keys, cache.values, cache.positions))
-        positions = np.asarray(cache.positions)[:, 0].reshape(-1)
+        entries = (cache.keys, cache.values, cache.positions)
+        slots = cache.keys.size // cache.head_dim
+        entry_nbytes = sum(array.nbytes for array in entries) // slots
+        positions = np.asarray(entry_positions(cache))[:, 0].reshape(-1)
         positions = positions[(positions >= 0) & (positions < prefilled.length)]
         kept = np.bincount(positions, minlength=prefilled.length) / heads
         return Row(
             cache=cache,
             seconds=seconds + (prefilled.replay_seconds if "replay" in policy.needs else 0.0),
             nbytes=kvjax.nbytes(cache),
-            alive_nbytes=int(lengths.sum() * slot_nbytes // (heads * slots)),
+            alive_nbytes=int(lengths.sum()) * entry_nbytes,
             alive=float(lengths.mean()),
             kept=kept,
         )

@@ -142,20 +142,20 @@ def _run_group(
     room = engine.question_bucket(len(prompt.question)) + config.max_new_tokens
     tokens = 0
     records: dict[str, Record] = {}
-    by_capacity: dict[int, dict[str, Row]] = {}
+    by_layout: dict[Any, dict[str, Row]] = {}
     for label in labels:
         try:
             tokens, largest = prefilled.length, prefilled.bucket
             if budget is not None:
                 tokens, largest = (engine.resolve(budget, n) for n in (tokens, largest))
-            # The capacity follows from the bucket, so that its samples share one compilation.
-            capacity = engine.capacity(label, largest, prefilled.bucket, room)
-            row = engine.compress(prefilled, label, tokens, capacity)
-            by_capacity.setdefault(capacity, {})[label] = row
+            # The layout follows from the bucket, so that its samples share one compilation.
+            layout = engine.layout(label, largest, prefilled.bucket, room)
+            row = engine.compress(prefilled, label, tokens, layout)
+            by_layout.setdefault(layout, {})[label] = row
         except Exception as error:
             records[label] = _failed(label, name, tokens, error)
     # A policy that needs more slots than others must not lend its bytes to them.
-    for rows in by_capacity.values():
+    for rows in by_layout.values():
         try:
             records |= _answered(config, engine, sample, prompt, prefilled, name, tokens, rows)
         except Exception as error:

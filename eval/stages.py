@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -71,13 +71,13 @@ class Engine(Protocol):
     def resolve(self, budget: int | float | str, length: int) -> int:
         """Entries per KV head that `budget` allows a prompt of `length` tokens."""
 
-    def capacity(self, label: str, budget: int, bucket: int, room: int) -> int:
+    def layout(self, label: str, budget: int, bucket: int, room: int) -> Hashable:
         """Slots per head that this policy needs at `budget`, and `room` tokens more."""
 
     def prefill(self, tokens: Sequence[int]) -> Prefilled:
         """One pass over the prompt that serves every policy and every budget."""
 
-    def compress(self, prefilled: Prefilled, label: str, budget: int, capacity: int) -> Row:
+    def compress(self, prefilled: Prefilled, label: str, budget: int, layout: Any) -> Row:
         """The cache that the policy `label` leaves of the prefilled one."""
 
     def answer(

@@ -34,13 +34,13 @@ class Observed:
     With a leading axis L behind the prefill, without it inside a layer.
     """
 
-    new_positions: Int[Array, "B T"]
+    new_positions: Int[Array, "*L B T"]
     queries: Float[Array, "*L B H W D"] | None = None
-    query_positions: Int[Array, "B W"] | None = None
+    query_positions: Int[Array, "*L B W"] | None = None
     queries_pre_rope: Float[Array, "*L B H T D"] | None = None
     hidden: Float[Array, "*L B T E"] | None = None
     column_attention: Float[Array, "*L B H T"] | None = None
-    replay_scores: Float[Array, "L B K T"] | None = None  # from `replay`, for KVzip
+    replay_scores: Float[Array, "*L B K T"] | None = None  # from `replay`, for KVzip
 
 
 def prefill(

@@ -293,7 +293,7 @@ def largest_budget(model: Decoder, budget: Any, entries: Int[Array, " B"], lengt
     if isinstance(entries, jax.core.Tracer):
         raise ValueError("a budget that is data under jit needs an explicit capacity")
     if isinstance(budget, jax.Array | np.ndarray):
-        return int(jnp.max(entries))
+        return int(np.max(budget))
     return Budget.parse(budget).resolve(length, model.config, model.dtype)
 
 
@@ -354,7 +354,8 @@ def check_room(cache: Cache, counts: Int[Array, " B"], finished: Array | None = 
     """Refuses more tokens than every head has free slots for."""
     if isinstance(cache.lengths, jax.core.Tracer) or isinstance(counts, jax.core.Tracer):
         return
-    wanted, room = np.asarray(counts), np.asarray(cache.room())
+    with jax.ensure_compile_time_eval():  # concrete also where a jit closes over the cache
+        wanted, room = np.asarray(counts), np.asarray(cache.room())
     if finished is not None and not isinstance(finished, jax.core.Tracer):
         wanted = np.where(np.asarray(finished), 0, wanted)
     if (short := wanted > room).any():
@@ -401,9 +402,16 @@ def _as_entries(budget: Any, batch: int) -> Int[Array, " B"]:
         raise ValueError("a policy that evicts while decoding needs a budget (entries per head)")
     if isinstance(budget, bool | float | str):
         raise ValueError(f"budget {budget!r} here: allowed are entries per head, an int or [B]")
+    if not isinstance(budget, jax.core.Tracer):
+        given = np.asarray(budget)
+        if given.dtype.kind not in "iu" or given.shape not in ((), (1,), (batch,)):
+            raise ValueError(
+                f"budget {budget!r} here: allowed are entries per head, an int or one per row "
+                f"of {batch}"
+            )
+        if given.min() < 1:
+            raise ValueError(f"budget {given.min()} entries: allowed are integers >= 1")
     entries = jnp.asarray(budget, jnp.int32)
-    if not isinstance(entries, jax.core.Tracer) and int(entries.min()) < 1:
-        raise ValueError(f"budget {int(entries.min())} entries: allowed are integers >= 1")
     return jnp.broadcast_to(entries, (batch,))
 
 

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.policies.base import Remainder
+from kvjax.policies.base import Policy, Remainder
+from kvjax.policies.registry import register
+from kvjax.policies.snapkv import SnapKV
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,3 +174,18 @@ def _trailing_sum(array: Float[Array, "B K S D"], width: int) -> Float[Array, "B
             span = span + delayed(span, length)
             length *= 2
     return total
+
+
+@register("value-merging")
+def value_merging(window: int = 32, neighbours: int = 32) -> Policy:
+    """SnapKV whose evicted values are merged into the kept entries that follow (`CacheMerging`).
+
+    Paper: CaM (Zhang et al., ICML 2024) over SnapKV's scores. Defaults: window 32, 32 neighbours.
+    """
+    scorer = SnapKV(window=window)
+    return Policy(
+        name="value-merging",
+        scorer=scorer,
+        protection=scorer.protection(),
+        remainder=CacheMerging(neighbours=neighbours),
+    )

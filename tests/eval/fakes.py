@@ -61,7 +61,7 @@ class FakeEngine:
     def resolve(self, budget, length: int) -> int:
         return round(budget * length) if isinstance(budget, float) else min(int(budget), length)
 
-    def capacity(self, label: str, budget: int, bucket: int, room: int) -> int:
+    def layout(self, label: str, budget: int, bucket: int, room: int) -> int:
         return (bucket if label in ("full", *self.wide) else budget) + room
 
     def prefill(self, tokens) -> Prefilled:
@@ -80,10 +80,10 @@ class FakeEngine:
             nbytes=8 * self.bucket(len(tokens)),
         )
 
-    def compress(self, prefilled: Prefilled, label: str, budget: int, capacity: int) -> Row:
+    def compress(self, prefilled: Prefilled, label: str, budget: int, layout: int) -> Row:
         if label == "broken":
             raise RuntimeError("scores are not finite")
-        self.shapes.add((prefilled.bucket, capacity, len(self.policies)))
+        self.shapes.add((prefilled.bucket, layout, len(self.policies)))
         tokens = prefilled.cache
         kept = {"full": tokens, "first": tokens[:budget], "last": tokens[-budget:]}[label]
         share = np.zeros(prefilled.length)
@@ -93,7 +93,7 @@ class FakeEngine:
         return Row(
             cache=kept,
             seconds=0.1,
-            nbytes=8 * capacity,
+            nbytes=8 * layout,
             alive_nbytes=8 * len(kept),
             alive=float(len(kept)),
             kept=share,
