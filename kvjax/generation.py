@@ -45,7 +45,9 @@ def sample(
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if key is None:
         raise ValueError(f"temperature {sampling.temperature} needs a key (jax.random.key)")
-    logits = logits.astype(jnp.float32) / sampling.temperature
+    logits = logits.astype(jnp.float32)
+    # The largest logit at 0 stays finite at any temperature.
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / sampling.temperature
     vocab = logits.shape[-1]
     if 0 < sampling.top_k < vocab:
         least = lax.top_k(logits, sampling.top_k)[0][:, -1:]
@@ -81,6 +83,7 @@ def generate(
     end_tokens: tuple[int, ...] = (),
     sampling: Sampling = Sampling(),
     key: Array | None = None,
+    first_step: int | Int[Array, ""] = 0,
     finished: Array | None = None,
     budget: Int[Array, " B"] | None = None,
     policy: Policy | None = None,
@@ -91,7 +94,8 @@ def generate(
     A row stops at any of `end_tokens` (which is not put into its cache or counted) and then
     changes no more; the loop ends when all rows have. With a policy of repeated eviction the
     cache is cut back to `budget` as its schedule says. To stream, call again with the returned
-    logits, cache and `finished`.
+    logits, cache and `finished`, and with `first_step` the number of steps done: token n is drawn
+    with the n-th key whatever the calls.
     """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens {max_new_tokens}: allowed are integers >= 1")
@@ -106,7 +110,7 @@ def generate(
 
     def decode(carry: tuple[Array, Generation]) -> tuple[Array, Generation]:
         step, now = carry
-        step_key = None if key is None else jax.random.fold_in(key, step)
+        step_key = None if key is None else jax.random.fold_in(key, first_step + step)
         token = sample(now.logits, sampling, step_key)
         ended = now.finished | jnp.any(token[:, None] == ends[None], axis=1)
         token = jnp.where(ended, 0, token)

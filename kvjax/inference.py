@@ -22,7 +22,7 @@ from kvjax import decoding, generation
 from kvjax.budget import Budget
 from kvjax.cache import Cache, PaddedCache, Pages
 from kvjax.decoding import Observed
-from kvjax.eviction import capacity_for
+from kvjax.eviction import capacity_for, state_fields
 from kvjax.generation import Generation, Sampling
 from kvjax.models.decoder import Decoder
 from kvjax.policies.base import Policy, Uniform
@@ -91,6 +91,7 @@ def prefill(
     capacity, pages = _storage(
         model, policy, budget, entries, tokens.shape[1], room, capacity, pages
     )
+    check_capacity(model, policy, capacity, entries, lengths)
     run = _prefill_chunked if policy.schedule.prefill == "chunked" else _prefill
     return run(
         model,
@@ -158,6 +159,7 @@ def compress(
     capacity, pages = _storage(
         model, policy, budget, entries, cache.capacity, room, capacity, pages
     )
+    check_capacity(model, policy, capacity, entries, cache.next_position)
     return _compress(
         model,
         cache,
@@ -188,10 +190,17 @@ def extend(
     """
     tokens, lengths = _as_batch(tokens, lengths)
     check_cache(model, cache)
+    check_ids(model, tokens)
+    if tokens.shape[0] != cache.batch:
+        raise ValueError(f"tokens of {tokens.shape[0]} rows: the cache has {cache.batch}")
+    if interval is not None and interval < 1:
+        raise ValueError(f"interval {interval}: allowed are integers >= 1")
     evicts = _evicts(policy, interval)
-    if not evicts:
-        check_room(cache, lengths)
     entries = _as_entries(budget, cache.batch) if evicts else None
+    if policy is not None and evicts:
+        check_state(model, cache, policy)
+    else:
+        check_room(cache, lengths)
     return _extend(
         model,
         cache,
@@ -213,6 +222,7 @@ def generate(
     end_tokens: Collection[int] = (),
     sampling: Sampling = Sampling(),
     key: Array | None = None,
+    first_step: int | Int[Array, ""] = 0,
     finished: Array | None = None,
     policy: Policy | None = None,
     budget: Any = None,
@@ -224,10 +234,16 @@ def generate(
       ValueError: the cache has no room for `max_new_tokens` and no policy makes room.
     """
     check_cache(model, cache)
+    if logits.shape != (cache.batch, model.config.vocab_size):
+        raise ValueError(
+            f"logits of shape {logits.shape}: allowed is {(cache.batch, model.config.vocab_size)}"
+        )
     evicts = _evicts(policy, None)
-    if not evicts:
-        check_room(cache, jnp.full(cache.batch, max_new_tokens, jnp.int32), finished)
     entries = _as_entries(budget, cache.batch) if evicts else None
+    if policy is not None and evicts:
+        check_state(model, cache, policy)
+    else:
+        check_room(cache, jnp.full(cache.batch, max_new_tokens, jnp.int32), finished)
     return _generate(
         model,
         cache,
@@ -236,6 +252,7 @@ def generate(
         end_tokens=tuple(sorted(end_tokens)),
         sampling=sampling,
         key=key,
+        first_step=first_step,
         finished=finished,
         policy=policy if evicts else None,
         budget=entries,
@@ -253,7 +270,11 @@ def stream(
     key: Array | None = None,
     **options: Any,
 ) -> Iterator[Generation]:
-    """Yields a `Generation` per `block` tokens, the cache carried from one to the next."""
+    """Yields a `Generation` per `block` tokens; together they are what `generate` returns."""
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens {max_new_tokens}: allowed are integers >= 1")
+    if block < 1:
+        raise ValueError(f"block {block}: allowed are integers >= 1")
     finished = jnp.zeros(logits.shape[0], bool)
     for start in range(0, max_new_tokens, block):
         part = generate(
@@ -261,7 +282,8 @@ def stream(
             cache,
             logits,
             max_new_tokens=min(block, max_new_tokens - start),
-            key=None if key is None else jax.random.fold_in(key, start),
+            key=key,
+            first_step=start,
             finished=finished,
             **options,
         )
@@ -293,7 +315,7 @@ def largest_budget(model: Decoder, budget: Any, entries: Int[Array, " B"], lengt
     if isinstance(entries, jax.core.Tracer):
         raise ValueError("a budget that is data under jit needs an explicit capacity")
     if isinstance(budget, jax.Array | np.ndarray):
-        return int(np.max(budget))
+        return int(np.asarray(budget).max())
     return Budget.parse(budget).resolve(length, model.config, model.dtype)
 
 
@@ -333,6 +355,13 @@ def check_tokens(model: Decoder, tokens: Int[Array, "B T"], lengths: Int[Array, 
         raise ValueError(f"length {counts.max()}: the tokens have {tokens.shape[1]} columns")
     if counts.max() > limit:
         raise ValueError(f"prompt of {counts.max()} tokens: this model's context is {limit} tokens")
+    check_ids(model, tokens)
+
+
+def check_ids(model: Decoder, tokens: Int[Array, "B T"]) -> None:
+    """Refuses ids outside the vocabulary, whose embeddings would be NaN."""
+    if isinstance(tokens, jax.core.Tracer) or tokens.size == 0:
+        return
     ids = np.asarray(tokens)
     if ids.min() < 0 or ids.max() >= model.config.vocab_size:
         wrong = ids.min() if ids.min() < 0 else ids.max()
@@ -347,6 +376,42 @@ def check_cache(model: Decoder, cache: Cache) -> None:
     if wanted != found:
         raise ValueError(
             f"cache of another model: (layers, KV heads, head size) {found}, the model has {wanted}"
+        )
+    if cache.keys.dtype != model.dtype:
+        raise ValueError(f"cache of dtype {cache.keys.dtype}: this model computes in {model.dtype}")
+
+
+def check_state(model: Decoder, cache: Cache, policy: Policy) -> None:
+    """Refuses a cache without the state that a policy of repeated eviction carries along."""
+    config, state = model.config, cache.policy_state
+    slots, layer = state_fields(policy, config.num_heads, config.head_dim, model.dtype)
+    wanted, found = sorted({*slots, *layer}), sorted({*state.slots, *state.layer})
+    if wanted != found:
+        raise ValueError(
+            f"policy {policy.name!r} carries the state {wanted}, this cache {found}: prefill with "
+            "the policy and decode_interval that go on"
+        )
+
+
+def check_capacity(
+    model: Decoder,
+    policy: Policy,
+    capacity: int,
+    entries: Int[Array, " B"],
+    lengths: Int[Array, " B"],
+) -> None:
+    """Refuses slots that do not hold what has to stay."""
+    if capacity < 1:
+        raise ValueError(f"capacity {capacity}: allowed are integers >= 1")
+    if isinstance(entries, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer):
+        return
+    counts = np.asarray(lengths)
+    local = max((window for window in model.config.windows if window is not None), default=0)
+    wanted = counts if policy.scorer is None else np.maximum(np.asarray(entries), local)
+    if (needed := int(np.minimum(wanted, counts).max())) > capacity:
+        raise ValueError(
+            f"capacity {capacity}: policy {policy.name!r} keeps up to {needed} entries per head "
+            "of these prompts"
         )
 
 
@@ -406,8 +471,8 @@ def _as_entries(budget: Any, batch: int) -> Int[Array, " B"]:
         given = np.asarray(budget)
         if given.dtype.kind not in "iu" or given.shape not in ((), (1,), (batch,)):
             raise ValueError(
-                f"budget {budget!r} here: allowed are entries per head, an int or one per row "
-                f"of {batch}"
+                f"budget {given.tolist()} here: allowed are entries per head, an int or one for "
+                f"each of {batch} rows"
             )
         if given.min() < 1:
             raise ValueError(f"budget {given.min()} entries: allowed are integers >= 1")
@@ -419,8 +484,17 @@ def _as_batch(tokens: Tokens, lengths: Lengths) -> tuple[Int[Array, "B T"], Int[
     if isinstance(tokens, jax.Array | np.ndarray):
         if tokens.ndim != 2:
             raise ValueError(f"tokens of shape {tokens.shape}: allowed is [batch, length]")
+        _check_integers(tokens)
         if lengths is None:
             lengths = np.full(tokens.shape[0], tokens.shape[1])
+        if not isinstance(lengths, jax.Array):
+            lengths = np.asarray(lengths)
+        _check_integers(lengths, "lengths")
+        if lengths.shape != tokens.shape[:1]:
+            raise ValueError(
+                f"lengths of shape {lengths.shape}: allowed is one for each of "
+                f"{tokens.shape[0]} rows"
+            )
         return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
     if lengths is not None:
         raise ValueError("lengths go with an array of tokens; lists have their own")
@@ -432,5 +506,11 @@ def _as_batch(tokens: Tokens, lengths: Lengths) -> tuple[Int[Array, "B T"], Int[
     counts = [len(row) for row in rows]
     padded = np.zeros((len(rows), max(counts)), np.int32)
     for index, row in enumerate(rows):
+        _check_integers(np.asarray(row))
         padded[index, : len(row)] = row
     return jnp.asarray(padded), jnp.asarray(counts, jnp.int32)
+
+
+def _check_integers(array: Array | np.ndarray, name: str = "tokens") -> None:
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"{name} of dtype {array.dtype}: allowed are integers")
