@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise ValueError(f"{arguments.model}: no tokenizer beside the weights (tokenizer.json)")
     tokens = _tokens(tokenizer, text, arguments.raw)
     entries = budget.resolve(len(tokens), model.config, model.dtype)
-    caches = _caches(model, tokens, policies, entries, arguments.pages)
+    caches = _caches(model, tokenizer, tokens, policies, entries, arguments.pages)
     names = [given.partition(":")[0] for given in arguments.policy]
     if len(set(names)) < len(names):  # then their options tell them apart
         names = arguments.policy
@@ -91,14 +91,22 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _caches(
-    model: Decoder, tokens: list[int], policies: list[Policy], entries: int, pages: int | None
+    model: Decoder,
+    tokenizer: Tokenizer,
+    tokens: list[int],
+    policies: list[Policy],
+    entries: int,
+    pages: int | None,
 ) -> list[Cache]:
     """What each policy keeps; those that evict in whole prefill share one."""
     import kvjax
+    from kvjax.inference import replay
 
     whole = [policy for policy in policies if policy.schedule.prefill == "whole"]
     if whole:
         _, full, observed = kvjax.observe(model, [tokens], policies=whole)
+        if any("replay" in policy.needs for policy in whole):
+            observed = replay(model, full, observed, [tokens], tokenizer=tokenizer)
     caches = []
     for policy in policies:
         if policy in whole:
