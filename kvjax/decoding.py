@@ -34,9 +34,9 @@ class Observed:
     With a leading axis L behind the prefill, without it inside a layer.
     """
 
-    new_positions: Int[Array, "*L B T"]
+    new_positions: Int[Array, "B T"]
     queries: Float[Array, "*L B H W D"] | None = None
-    query_positions: Int[Array, "*L B W"] | None = None
+    query_positions: Int[Array, "B W"] | None = None
     queries_pre_rope: Float[Array, "*L B H T D"] | None = None
     hidden: Float[Array, "*L B T E"] | None = None
     column_attention: Float[Array, "*L B H T"] | None = None
@@ -390,7 +390,8 @@ def _attend(
     new = layer.project(x, *rotation)
     entries = (new.queries, new.keys, new.values)
     spread = jnp.broadcast_to(positions[:, None], new.keys.shape[:3])
-    if any(layer.config.windows):
+    # A token always sees itself, so a window does not matter to one alone.
+    if any(layer.config.windows) and x.shape[1] > 1:
         out, lse = attention(*entries, positions, spread, window)
     else:
         out, lse = causal_attention(*entries, positions)

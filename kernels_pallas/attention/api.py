@@ -52,10 +52,12 @@ def causal_attention(
 ) -> tuple[Float[Array, "B H T D"], Float[Array, "B H T"]]:
     """A right-padded prompt's attention to itself, without a sliding window.
 
-    Rows of padding (position -1) hold finite values of no meaning. `implementation` None takes
+    Of a single token the output is its value and the log-sum-exp its one logit. Rows of padding (position -1) hold finite values of no meaning. `implementation` None takes
     the maintained kernel of the platform (splash on TPU, cuDNN on GPU) where it serves, and
     `attention` otherwise; a named one never falls back.
     """
+    if implementation is None and queries.shape[2] == 1:
+        return _one_token(queries, keys, values, positions)
     if implementation == "splash":
         return library.splash(queries, keys, values)
     if implementation == "cudnn":
@@ -69,6 +71,21 @@ def causal_attention(
                 pass
     spread = jnp.broadcast_to(positions[:, None], keys.shape[:3])
     return attention(queries, keys, values, positions, spread, implementation=implementation)
+
+
+def _one_token(
+    queries: Float[Array, "B H 1 D"],
+    keys: Float[Array, "B K 1 D"],
+    values: Float[Array, "B K 1 D"],
+    positions: Int[Array, "B 1"],
+) -> tuple[Float[Array, "B H 1 D"], Float[Array, "B H 1"]]:
+    batch, heads, _, size = queries.shape
+    shape = (batch, keys.shape[1], heads // keys.shape[1], size)
+    products = queries.reshape(shape).astype(jnp.float32) * keys.astype(jnp.float32)
+    logits = jnp.sum(products, axis=-1)
+    logits = logits.reshape(batch, heads, 1) * jnp.float32(size**-0.5)
+    out = jnp.broadcast_to(values, shape).reshape(queries.shape)
+    return out.astype(queries.dtype), jnp.where(positions[:, None] >= 0, logits, -jnp.inf)
 
 
 def merge(

@@ -23,11 +23,14 @@ def column_attention(
     """
     batch, heads, num_queries, size = queries.shape
     kv_heads = keys.shape[1]
-    grouped = queries.reshape(batch, kv_heads, heads // kv_heads, num_queries, size)
+    split = (batch, kv_heads, heads // kv_heads, num_queries)
     logits = jnp.einsum(
-        "bkgqd,bksd->bkgqs", grouped, keys, preferred_element_type=jnp.float32
+        "bkrd,bksd->bkrs",
+        queries.reshape(batch, kv_heads, -1, size),
+        keys,
+        preferred_element_type=jnp.float32,
     ) * jnp.float32(size**-0.5)
     seen = visible(query_positions[:, None], key_positions, window)[:, :, None]
-    total = jnp.maximum(lse, -1e30).reshape(batch, kv_heads, -1, num_queries)
-    weights = jnp.exp(jnp.where(seen, logits - total[..., None], -jnp.inf))
+    total = jnp.maximum(lse, -1e30).reshape(*split, 1)
+    weights = jnp.exp(jnp.where(seen, logits.reshape(*split, -1) - total, -jnp.inf))
     return jnp.sum(weights, axis=3).reshape(batch, heads, -1)
