@@ -52,9 +52,10 @@ def causal_attention(
 ) -> tuple[Float[Array, "B H T D"], Float[Array, "B H T"]]:
     """A right-padded prompt's attention to itself, without a sliding window.
 
-    Of a single token the output is its value and the log-sum-exp its one logit. Rows of padding (position -1) hold finite values of no meaning. `implementation` None takes
-    the maintained kernel of the platform (splash on TPU, cuDNN on GPU) where it serves, and
-    `attention` otherwise; a named one never falls back.
+    Of a single token the output is its value and the log-sum-exp its one logit. Rows of padding
+    (position -1) hold finite values of no meaning. `implementation` None takes the maintained
+    kernel of the platform (splash on TPU, cuDNN on GPU) where it serves, and `attention`
+    otherwise; a named one never falls back.
     """
     if implementation is None and queries.shape[2] == 1:
         return _one_token(queries, keys, values, positions)
