@@ -60,7 +60,11 @@ def oracle_logits(positions: np.ndarray, generated: np.ndarray) -> np.ndarray:
     return tiny.dense_logits(sequences(generated), np.stack(masks))
 
 
-@pytest.mark.parametrize("name", tiny.names())
+# Where evicted values are merged into kept ones, no mask describes the result.
+DROPPING = [name for name in tiny.names() if once(name).remainder == kvjax.policies.Remainder()]
+
+
+@pytest.mark.parametrize("name", DROPPING)
 def test_a_quarter_of_the_cache_decodes_as_the_masked_dense_model(name):
     logits, cache = prefilled(name, LENGTHS if name == "full" else QUARTER)
     tiny.check_invariants(cache, LENGTHS)
@@ -168,7 +172,7 @@ def test_compressing_a_shared_prefill_equals_a_prefill_of_ones_own(name, observe
 
 
 # Chunked prefill: one scorer of each kind of state.
-CHUNKED = ["snapkv", "h2o", "compactor", "ada-snapkv", "knorm"]
+CHUNKED = ["snapkv", "h2o", "compactor"]
 CHUNK = 8
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -29,16 +26,8 @@ def array(values, dtype=jnp.int32):
 ROWS = array([[5, 6, 7], [8, 9, 0]])
 
 
-@contextmanager
-def as_installed():
-    """Without the tests' own checks of annotations, which users do not have."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
 def refused(call, *named):
-    with as_installed(), pytest.raises(ValueError) as caught:
+    with tiny.as_installed(), pytest.raises(ValueError) as caught:
         call()
     message = str(caught.value)
     assert "\n" not in message
