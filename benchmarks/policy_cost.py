@@ -44,7 +44,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--peer-python", help="a Python with torch, transformers and kvpress")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
     arguments = parser.parse_args()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from kvjax.cli.options import budget_of, policy_of
 
 if TYPE_CHECKING:
     from kvjax import Budget, Decoder, Generation, PaddedCache, PagedCache, Policy
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="an option of the policy, such as window=64; may be repeated",
+        help="an option of the policy, such as window=64 or allocator=ada; may be repeated",
     )
     add(
         "--budget",
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="entries per head: tokens (256), a fraction of the prompt (0.25 or 25%%), "
         "or bytes of the cache (64MiB)",
     )
+    add("--pages", type=int, metavar="N", help="a paged cache with pages of N slots (16 to 64)")
     add("--chunk", type=int, metavar="N", help="prefill in chunks of N tokens, evicting after each")
     add("--decode-interval", type=int, metavar="N", help="evict again after N generated tokens")
     add("--max-new-tokens", type=int, default=256, metavar="N", help="default: 256")
@@ -88,6 +90,7 @@ def run(arguments: argparse.Namespace) -> None:
         policy=policy,
         budget=entries,
         room=len(question) + arguments.max_new_tokens,
+        pages=arguments.pages,
     )
     if question:
         logits, cache = kvjax.extend(model, cache, [question], policy=policy, budget=entries)
@@ -190,32 +193,17 @@ def _prompt(arguments: argparse.Namespace) -> str:
 
 
 def _policy(arguments: argparse.Namespace) -> Policy:
-    import kvjax
-
     options: dict[str, Any] = {}
-    for option in arguments.option:
-        name, equals, value = option.partition("=")
-        if not equals:
-            raise ValueError(f"--option {option}: allowed is NAME=VALUE")
-        try:
-            options[name.strip()] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            options[name.strip()] = value
     if arguments.chunk is not None:
         options |= {"prefill": "chunked", "chunk": arguments.chunk}
     if arguments.decode_interval is not None:
         options["decode_interval"] = arguments.decode_interval
-    return kvjax.policy(arguments.policy, **options)
+    return policy_of(arguments.policy, arguments.option, **options)
 
 
 def _budget(text: str | None, policy: Policy) -> Budget:
-    import kvjax
-
-    keeps_all = policy.scorer is None
-    if text is None and not keeps_all:
-        raise ValueError(f"--policy {policy.name} needs a --budget, such as 25%, 256 or 64MiB")
-    budget = kvjax.Budget.parse("100%" if text is None else text)
-    if keeps_all and budget.fraction != 1:
+    budget = budget_of(text, [policy])
+    if policy.scorer is None and budget.fraction != 1:
         raise ValueError(
             f"--budget {text}: policy {policy.name!r} keeps everything; choose another policy "
             f"(kvjax policies) or leave the budget out"

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Literal
 
-from kvjax.policies.base import Policy, Protection, Schedule, Scorer
+from kvjax.policies.base import Allocator, Policy, Protection, Remainder, Schedule, Scorer
 
 _REGISTRY: dict[str, Callable[..., Scorer | Policy]] = {}
 
@@ -47,6 +47,8 @@ def policy(
     prefill: Literal["whole", "chunked"] | None = None,
     chunk: int | None = None,
     decode_interval: int | None = None,
+    allocator: Allocator | str | None = None,
+    remainder: Remainder | str | None = None,
     **method_options: object,
 ) -> Policy:
     """The named method with its published defaults, changed by the given options.
@@ -56,6 +58,9 @@ def policy(
       sinks, recent: override the protection.
       prefill, chunk, decode_interval: override the schedule; `decode_interval=0` never evicts
         while decoding.
+      allocator: how the budget is split: an `Allocator`, or "uniform", "pyramid", "ada", "cake"
+        or "global" with its defaults.
+      remainder: what becomes of evicted entries: a `Remainder`, or "drop", "cam" or "pivot".
       **method_options: fields of the scorer, e.g. `window=64` for SnapKV.
 
     Raises:
@@ -90,10 +95,42 @@ def policy(
                 built.schedule.decode_interval if decode_interval is None else interval
             ),
         ),
+        allocator=built.allocator if allocator is None else _allocator(allocator),
+        remainder=built.remainder if remainder is None else _remainder(remainder),
     )
 
 
-_COMMON = ("sinks", "recent", "prefill", "chunk", "decode_interval")
+_COMMON = ("sinks", "recent", "prefill", "chunk", "decode_interval", "allocator", "remainder")
+
+
+def _allocator(value: Allocator | str) -> Allocator:
+    from kvjax.policies import allocators  # it builds on methods that this module registers
+
+    known = {
+        "uniform": allocators.Uniform,
+        "pyramid": allocators.Pyramid,
+        "ada": allocators.Ada,
+        "cake": allocators.Cake,
+        "global": allocators.Global,
+    }
+    return value if isinstance(value, Allocator) else _named("allocator", value, known)()
+
+
+def _remainder(value: Remainder | str) -> Remainder:
+    from kvjax.policies import value_merging
+
+    known = {
+        "drop": Remainder,
+        "cam": value_merging.CacheMerging,
+        "pivot": value_merging.PivotMerging,
+    }
+    return value if isinstance(value, Remainder) else _named("remainder", value, known)()
+
+
+def _named[T](what: str, name: object, known: dict[str, T]) -> T:
+    if not isinstance(name, str) or name not in known:
+        raise ValueError(f"{what} {name!r}: allowed are {', '.join(known)}")
+    return known[name]
 
 
 def _factory(name: str) -> Callable[..., Scorer | Policy]:
