@@ -39,7 +39,6 @@ def test_an_interval_of_zero_never_evicts_while_decoding():
         ({"allocator": "adaptive"}, "allocator 'adaptive': allowed are uniform, pyramid, ada"),
         ({"remainder": "keep"}, "remainder 'keep': allowed are drop, cam, pivot"),
         ({"sinks": -1}, "sinks=-1"),
-        ({"prefill": "half"}, "prefill='half'"),
         ({"widow": 3}, "no option 'widow'"),
     ],
 )
