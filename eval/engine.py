@@ -88,9 +88,12 @@ class KvjaxEngine:
         Where heads get uneven shares the cache is paged, so that its bytes follow their sum.
         """
         policy = self.policies[label]
-        capacity = kvjax.inference.default_capacity(self.model, policy, budget, bucket, room)
         if type(policy.allocator) is Uniform:
-            return capacity, None
+            sizes = (budget, bucket, room)
+            return kvjax.inference.default_capacity(self.model, policy, *sizes), None
+        # One head may hold the whole prompt in every such policy, so that all of them can decode
+        # side by side; it costs page numbers, not pages.
+        capacity = bucket + room
         sizes = (budget, bucket, room, capacity, _PAGE)
         return capacity, kvjax.inference.default_pages(self.model, policy, *sizes)
 

@@ -299,7 +299,7 @@ def test_protected_tokens_survive_equal_scores(value):
     _, cache = tiny.prefill(tiny.tokens(), LENGTHS, budget, policy)
     for row, layer, head in np.ndindex(3, 3, 2):
         kept = tiny.kept(cache, layer, row, head)
-        sinks = np.arange(3)
+        sinks = np.arange(3 if layer != 1 else 0)  # of a local layer only the window is of use
         recent = np.arange(LENGTHS[row] - min(4, budget[row] - 3), LENGTHS[row])
         assert np.isin(np.concatenate([sinks, recent]), kept).all()
 
