@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-import kvjax.inference
 from eval.config import Config, PolicyConfig
 from eval.stages import Answers, Prefilled, Row
+from kvjax import sizing
 from kvjax.cache.entries import entry_positions
 from kvjax.policies.base import Schedule, Uniform
 
@@ -90,12 +90,12 @@ class KvjaxEngine:
         policy = self.policies[label]
         if type(policy.allocator) is Uniform:
             sizes = (budget, bucket, room)
-            return kvjax.inference.default_capacity(self.model, policy, *sizes), None
+            return sizing.default_capacity(self.model, policy, *sizes), None
         # One head may hold the whole prompt in every such policy, so that all of them can decode
         # side by side; it costs page numbers, not pages.
         capacity = bucket + room
         sizes = (budget, bucket, room, capacity, _PAGE)
-        return capacity, kvjax.inference.default_pages(self.model, policy, *sizes)
+        return capacity, sizing.default_pages(self.model, policy, *sizes)
 
     def prefill(self, tokens: Sequence[int]) -> Prefilled:
         """One pass over the prompt that serves every policy and every budget."""

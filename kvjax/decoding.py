@@ -1,4 +1,4 @@
-"""Prefill, extend and compress: pure functions over (model, cache), where models meet policies.
+"""Prefill and extend: pure functions over (model, cache), where models meet policies.
 
 tokens -> embed -> for each layer (lax.scan): project, attend over slots, observe,
           score, select, compact -> logits of each row's last token
@@ -9,38 +9,23 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.attention import attention, causal_attention, merge
-from kernels_pallas.column_attention import column_attention
 from kvjax import eviction
 from kvjax.cache import Cache, PaddedCache, PagedCache, Pages
-from kvjax.cache.padded import join
-from kvjax.models.decoder import Decoder, DecoderLayer, Projected
+from kvjax.layer_steps import (
+    attend,
+    last_logits,
+    layer_ids,
+    observation_of,
+    prompt_positions,
+    window_queries,
+)
+from kvjax.models.decoder import Decoder
 from kvjax.policies.base import Policy
-from kvjax.policies.observation import Observation, State
-
-type Rotation = tuple[Array, Array]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Observed:
-    """What one prefill keeps for policies that compress its full cache later.
-
-    With a leading axis L behind the prefill, without it inside a layer.
-    """
-
-    new_positions: Int[Array, "B T"]
-    queries: Float[Array, "*L B H W D"] | None = None
-    query_positions: Int[Array, "B W"] | None = None
-    queries_pre_rope: Float[Array, "*L B H T D"] | None = None
-    hidden: Float[Array, "*L B T E"] | None = None
-    column_attention: Float[Array, "*L B H T"] | None = None
-    replay_scores: Float[Array, "*L B K T"] | None = None  # from `replay`, for KVzip
+from kvjax.policies.observation import State
 
 
 def prefill(
@@ -65,15 +50,15 @@ def prefill(
     best `capacity` entries as candidates, so that bound is also the bound of the peak.
     """
     windows = jnp.asarray(model.windows)
-    positions = _prompt_positions(tokens, lengths)
+    positions = prompt_positions(tokens, lengths)
     budgets = eviction.layer_budgets(policy, budget, lengths, model.config.num_layers)
 
     def body(x: Array, inputs: Any) -> tuple[Array, eviction.Kept]:
         layer, window, index, layer_budget, layer_params = inputs
         rotation = model.rotation(positions)
-        x, new, column = _attend(layer, x, rotation, positions, window, policy.needs)
-        queries = _window_queries(policy.window, new, positions, policy.needs)
-        observation = _observe(
+        x, new, column = attend(layer, x, rotation, positions, window, policy.needs)
+        queries = window_queries(policy.window, new, positions, policy.needs)
+        observation = observation_of(
             model, layer, index, positions, lengths, policy.needs, new, queries, column
         )
         kept = eviction.cut_layer(policy, observation, layer_budget, window, capacity, layer_params)
@@ -81,110 +66,8 @@ def prefill(
 
     inputs = (model.layers, windows, layer_ids(model), budgets, params)
     x, kept = lax.scan(body, model.embed(tokens), inputs)
-    cache = _assemble(model, policy, kept, budget, lengths, capacity, pages)
-    return _last_logits(model, x, lengths), cache
-
-
-def observe(
-    model: Decoder,
-    tokens: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    *,
-    policies: tuple[Policy, ...] = (),
-) -> tuple[Float[Array, "B V"], PaddedCache, Observed]:
-    """One prefill for many policies: the full cache and everything they need to compress it."""
-    needs = frozenset().union(*(policy.needs for policy in policies))
-    width = max((policy.window for policy in policies if "queries" in policy.needs), default=0)
-    windows = jnp.asarray(model.windows)
-    positions = _prompt_positions(tokens, lengths)
-
-    def body(x: Array, inputs: Any) -> tuple[Array, Any]:
-        layer, window = inputs
-        x, new, column = _attend(layer, x, model.rotation(positions), positions, window, needs)
-        queries, query_positions = _window_queries(width, new, positions, needs)
-        seen = Observed(
-            new_positions=positions,
-            queries=queries,
-            query_positions=query_positions,
-            queries_pre_rope=new.queries_pre_rope if "queries_pre_rope" in needs else None,
-            hidden=new.hidden if "hidden" in needs else None,
-            column_attention=column,
-        )
-        return x, (new.keys, new.values, seen)
-
-    x, (keys, values, seen) = lax.scan(body, model.embed(tokens), (model.layers, windows))
-    heads = keys.shape[:3]
-    cache = PaddedCache(
-        keys=keys,
-        values=values,
-        positions=jnp.broadcast_to(positions[None, :, None], (*heads, tokens.shape[1])),
-        lengths=jnp.broadcast_to(lengths[None, :, None], heads),
-        next_position=lengths,
-        overflowed=jnp.zeros_like(lengths),
-    )
-    shared = {"new_positions": positions}
-    if seen.query_positions is not None:
-        shared["query_positions"] = seen.query_positions[0]
-    return _last_logits(model, x, lengths), cache, dataclasses.replace(seen, **shared)
-
-
-def compress(
-    model: Decoder,
-    cache: PaddedCache,
-    observed: Observed,
-    budget: Int[Array, " B"],
-    *,
-    policy: Policy,
-    capacity: int,
-    pages: Pages | None = None,
-    params: Any = None,
-) -> Cache:
-    """The cache that `prefill` with this policy would have left, from `observe`'s full cache."""
-    lengths = cache.next_position
-    budgets = eviction.layer_budgets(policy, budget, lengths, model.config.num_layers)
-    per_layer = {
-        name: getattr(observed, name)
-        for name in ("queries", "queries_pre_rope", "hidden", "column_attention")
-        if name in policy.needs
-    }
-    replayed = None
-    if "replay" in policy.needs:
-        if observed.replay_scores is None:
-            raise ValueError(
-                f"policy {policy.name!r} needs replay_scores: run replay on observe's full cache"
-            )
-        replayed = observed.replay_scores
-    query_positions = None
-    if "queries" in per_layer:
-        assert observed.query_positions is not None
-        per_layer["queries"] = per_layer["queries"][:, :, :, -policy.window :]
-        query_positions = observed.query_positions[:, -policy.window :]
-
-    def body(_: None, inputs: Any) -> tuple[None, eviction.Kept]:
-        layer, window, index, layer_budget, layer_params, *cached, seen, replay_scores = inputs
-        keys, values, positions = cached
-        observation = Observation(
-            keys=keys,
-            values=values,
-            positions=positions,
-            next_position=lengths,
-            layer=index,
-            rope_frequencies=jnp.asarray(model.rope_frequencies[0]),
-            query_positions=query_positions,
-            new_positions=observed.new_positions,
-            output_projection=(
-                layer.output_projection if "output_projection" in policy.needs else None
-            ),
-            **seen,
-        )
-        return None, eviction.cut_layer(
-            policy, observation, layer_budget, window, capacity, layer_params, replay_scores
-        )
-
-    inputs = (model.layers, jnp.asarray(model.windows), layer_ids(model), budgets, params)
-    full = (cache.keys, cache.values, cache.positions, per_layer, replayed)
-    _, kept = lax.scan(body, None, (*inputs, *full))
-    return _assemble(model, policy, kept, budget, lengths, capacity, pages)
+    cache = assemble(model, policy, kept, budget, lengths, capacity, pages)
+    return last_logits(model, x, lengths), cache
 
 
 def prefill_chunked(
@@ -259,6 +142,97 @@ def extend(
     return _extend_and_evict(model, cache, tokens, lengths, budget, policy, params, interval)
 
 
+def _extend_only(
+    model: Decoder, cache: Cache, tokens: Int[Array, "B T"], lengths: Int[Array, " B"]
+) -> tuple[Float[Array, "B V"], Cache]:
+    if cache.policy_state.slots or cache.policy_state.layer:
+        raise ValueError(
+            "extend: this cache carries the state of a policy that evicts while decoding; pass "
+            "that policy and its budget"
+        )
+    positions = _next_positions(cache, tokens, lengths)
+    rotation = model.rotation(positions)
+
+    def body(x: Array, inputs: Any) -> tuple[Array, Any]:
+        layer, window, view = inputs
+        x, new, _ = attend(layer, x, rotation, positions, window, frozenset(), (cache, view))
+        return x, (new.keys, new.values)
+
+    inputs = (model.layers, jnp.asarray(model.windows), cache.views)
+    x, (keys, values) = lax.scan(body, model.embed(tokens), inputs)
+    return last_logits(model, x, lengths), cache.append(keys, values, positions, State())
+
+
+def _extend_and_evict(
+    model: Decoder,
+    cache: Cache,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    budget: Int[Array, " B"],
+    policy: Policy,
+    params: Any,
+    interval: int,
+) -> tuple[Float[Array, "B V"], Cache]:
+    assert policy.scorer is not None
+    scorer, config = policy.scorer, model.config
+    windows = jnp.asarray(model.windows)
+    positions = _next_positions(cache, tokens, lengths)
+    rotation = model.rotation(positions)
+    next_position = cache.next_position + lengths
+    budgets = eviction.layer_budgets(policy, budget, next_position, config.num_layers)
+    full = eviction.due(cache, lengths, budgets, windows, interval)
+    fields, _ = eviction.state_fields(policy, config.num_heads, config.head_dim, model.dtype)
+    lead = (cache.batch, cache.num_kv_heads, tokens.shape[1])
+
+    def body(x: Array, inputs: Any) -> tuple[Array, Any]:
+        layer, window, index, layer_budget, layer_params, view, old = inputs
+        cached = (cache, view)
+        x, new, column = attend(layer, x, rotation, positions, window, policy.needs, cached)
+        state = State(slots=cache.dense_slots(view, index), layer=old)
+        state = eviction.grow(state, fields, lead)
+        queries = window_queries(
+            policy.window, new, positions, policy.needs, eviction.earlier_queries(state)
+        )
+        observation = observation_of(
+            model, layer, index, positions, next_position, policy.needs, new, queries, column,
+            cached,
+        )  # fmt: skip
+        observation = dataclasses.replace(observation, budget=layer_budget)
+        state = scorer.update(observation, layer_params, state)
+        state = eviction.with_queries(state, observation)
+
+        def judge() -> eviction.Verdict:
+            return eviction.judge(policy, observation, layer_budget, window, layer_params, state)
+
+        verdict = lax.cond(jnp.any(full), judge, lambda: eviction.no_verdict(observation.positions))
+        return x, (new.keys, new.values, state, observation.valid, verdict)
+
+    inputs = (model.layers, windows, layer_ids(model), budgets, params)
+    cached = (cache.views, cache.policy_state.layer)
+    x, (keys, values, state, valid, verdict) = lax.scan(
+        body, model.embed(tokens), (*inputs, *cached)
+    )
+
+    def cut() -> Cache:
+        keep = eviction.stay(policy, verdict, valid, budget, next_position, windows, cache.capacity)
+        keep = jnp.where(full[None, :, None, None], keep, valid)
+
+        def absorb(layer: Array, k: Array, v: Array, slots: Array) -> tuple[Array, Array]:
+            return policy.remainder.apply(k, v, slots, keep[layer], verdict.scores[layer])
+
+        return cache.keep(keep, keys, values, positions, state, absorb)
+
+    cache = lax.cond(jnp.any(full), cut, lambda: cache.append(keys, values, positions, state))
+    return last_logits(model, x, lengths), cache
+
+
+def _next_positions(
+    cache: Cache, tokens: Int[Array, "B T"], lengths: Int[Array, " B"]
+) -> Int[Array, "B T"]:
+    place = prompt_positions(tokens, lengths)
+    return jnp.where(place >= 0, cache.next_position[:, None] + place, -1)
+
+
 def empty_cache(
     model: Decoder,
     batch: int,
@@ -289,174 +263,7 @@ def empty_cache(
     return PaddedCache.empty(capacity=capacity, **shape)
 
 
-def _extend_only(
-    model: Decoder, cache: Cache, tokens: Int[Array, "B T"], lengths: Int[Array, " B"]
-) -> tuple[Float[Array, "B V"], Cache]:
-    if cache.policy_state.slots or cache.policy_state.layer:
-        raise ValueError(
-            "extend: this cache carries the state of a policy that evicts while decoding; pass "
-            "that policy and its budget"
-        )
-    positions = _next_positions(cache, tokens, lengths)
-    rotation = model.rotation(positions)
-
-    def body(x: Array, inputs: Any) -> tuple[Array, Any]:
-        layer, window, view = inputs
-        x, new, _ = _attend(layer, x, rotation, positions, window, frozenset(), (cache, view))
-        return x, (new.keys, new.values)
-
-    inputs = (model.layers, jnp.asarray(model.windows), cache.views)
-    x, (keys, values) = lax.scan(body, model.embed(tokens), inputs)
-    return _last_logits(model, x, lengths), cache.append(keys, values, positions, State())
-
-
-def _extend_and_evict(
-    model: Decoder,
-    cache: Cache,
-    tokens: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    budget: Int[Array, " B"],
-    policy: Policy,
-    params: Any,
-    interval: int,
-) -> tuple[Float[Array, "B V"], Cache]:
-    assert policy.scorer is not None
-    scorer, config = policy.scorer, model.config
-    windows = jnp.asarray(model.windows)
-    positions = _next_positions(cache, tokens, lengths)
-    rotation = model.rotation(positions)
-    next_position = cache.next_position + lengths
-    budgets = eviction.layer_budgets(policy, budget, next_position, config.num_layers)
-    full = eviction.due(cache, lengths, budgets, windows, interval)
-    fields, _ = eviction.state_fields(policy, config.num_heads, config.head_dim, model.dtype)
-    lead = (cache.batch, cache.num_kv_heads, tokens.shape[1])
-
-    def body(x: Array, inputs: Any) -> tuple[Array, Any]:
-        layer, window, index, layer_budget, layer_params, view, old = inputs
-        cached = (cache, view)
-        x, new, column = _attend(layer, x, rotation, positions, window, policy.needs, cached)
-        state = State(slots=cache.dense_slots(view, index), layer=old)
-        state = eviction.grow(state, fields, lead)
-        queries = _window_queries(
-            policy.window, new, positions, policy.needs, eviction.earlier_queries(state)
-        )
-        observation = _observe(
-            model, layer, index, positions, next_position, policy.needs, new, queries, column,
-            cached,
-        )  # fmt: skip
-        observation = dataclasses.replace(observation, budget=layer_budget)
-        state = scorer.update(observation, layer_params, state)
-        state = eviction.with_queries(state, observation)
-
-        def judge() -> eviction.Verdict:
-            return eviction.judge(policy, observation, layer_budget, window, layer_params, state)
-
-        verdict = lax.cond(jnp.any(full), judge, lambda: eviction.no_verdict(observation.positions))
-        return x, (new.keys, new.values, state, observation.valid, verdict)
-
-    inputs = (model.layers, windows, layer_ids(model), budgets, params)
-    cached = (cache.views, cache.policy_state.layer)
-    x, (keys, values, state, valid, verdict) = lax.scan(
-        body, model.embed(tokens), (*inputs, *cached)
-    )
-
-    def cut() -> Cache:
-        keep = eviction.stay(policy, verdict, valid, budget, next_position, windows, cache.capacity)
-        keep = jnp.where(full[None, :, None, None], keep, valid)
-
-        def absorb(layer: Array, k: Array, v: Array, slots: Array) -> tuple[Array, Array]:
-            return policy.remainder.apply(k, v, slots, keep[layer], verdict.scores[layer])
-
-        return cache.keep(keep, keys, values, positions, state, absorb)
-
-    cache = lax.cond(jnp.any(full), cut, lambda: cache.append(keys, values, positions, state))
-    return _last_logits(model, x, lengths), cache
-
-
-def _attend(
-    layer: DecoderLayer,
-    x: Float[Array, "B T E"],
-    rotation: Rotation,
-    positions: Int[Array, "B T"],
-    window: Int[Array, ""],
-    needs: frozenset[str],
-    cached: Any = None,
-) -> tuple[Array, Projected, Array | None]:
-    """One layer over the cached slots and the new tokens; column sums where they are needed.
-
-    `cached` is a cache and its view of this layer, read only: the new tokens are a second part,
-    merged by log-sum-exp, so that the cache is never copied to be extended.
-    """
-    new = layer.project(x, *rotation)
-    entries = (new.queries, new.keys, new.values)
-    spread = jnp.broadcast_to(positions[:, None], new.keys.shape[:3])
-    # A token always sees itself, so a window does not matter to one alone.
-    if any(layer.config.windows) and x.shape[1] > 1:
-        out, lse = attention(*entries, positions, spread, window)
-    else:
-        out, lse = causal_attention(*entries, positions)
-    if cached is not None:
-        cache, view = cached
-        out, lse = merge(cache.attend(view, new.queries, positions, window), (out, lse))
-    column = None
-    if "column_attention" in needs:
-        column = column_attention(new.queries, lse, new.keys, positions, spread, window)
-        if cached is not None:
-            keys, _, slots = cache.dense(view)
-            old = column_attention(new.queries, lse, keys, positions, slots, window)
-            column = jnp.concatenate([old, column], axis=2)
-    return layer.finish(x, out), new, column
-
-
-def _window_queries(
-    width: int,
-    new: Projected,
-    positions: Int[Array, "B T"],
-    needs: frozenset[str],
-    earlier: tuple[Array, Array] | None = None,
-) -> tuple[Array | None, Array | None]:
-    if "queries" not in needs:
-        return None, None
-    return eviction.last_queries(new.queries, positions, width, earlier)
-
-
-def _observe(
-    model: Decoder,
-    layer: DecoderLayer,
-    index: Int[Array, ""],
-    positions: Int[Array, "B T"],
-    next_position: Int[Array, " B"],
-    needs: frozenset[str],
-    new: Projected,
-    queries: tuple[Array | None, Array | None],
-    column: Array | None,
-    cached: Any = None,
-) -> Observation:
-    """What the policy sees: cached slots, then the new tokens, and the fields it asked for."""
-    spread = jnp.broadcast_to(positions[:, None], new.keys.shape[:3])
-    entries = (new.keys, new.values, spread)
-    if cached is not None:
-        cache, view = cached
-        entries = join(cache.dense(view), entries)
-    keys, values, slots = entries
-    return Observation(
-        keys=keys,
-        values=values,
-        positions=slots,
-        next_position=next_position,
-        layer=index,
-        rope_frequencies=jnp.asarray(model.rope_frequencies[0]),
-        queries=queries[0],
-        query_positions=queries[1],
-        new_positions=positions,
-        queries_pre_rope=new.queries_pre_rope if "queries_pre_rope" in needs else None,
-        hidden=new.hidden if "hidden" in needs else None,
-        column_attention=column,
-        output_projection=layer.output_projection if "output_projection" in needs else None,
-    )
-
-
-def _assemble(
+def assemble(
     model: Decoder,
     policy: Policy,
     kept: eviction.Kept,
@@ -485,26 +292,3 @@ def _assemble(
         overflowed=jnp.zeros_like(lengths),
         policy_state=state,
     )
-
-
-def _prompt_positions(tokens: Int[Array, "B T"], lengths: Int[Array, " B"]) -> Int[Array, "B T"]:
-    place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    return jnp.where(place < lengths[:, None], place, -1)
-
-
-def _next_positions(
-    cache: Cache, tokens: Int[Array, "B T"], lengths: Int[Array, " B"]
-) -> Int[Array, "B T"]:
-    place = _prompt_positions(tokens, lengths)
-    return jnp.where(place >= 0, cache.next_position[:, None] + place, -1)
-
-
-def _last_logits(
-    model: Decoder, x: Float[Array, "B T E"], lengths: Int[Array, " B"]
-) -> Float[Array, "B V"]:
-    last = jnp.clip(lengths - 1, 0)[:, None, None]
-    return model.logits(jnp.take_along_axis(x, last, axis=1)[:, 0])
-
-
-def layer_ids(model: Decoder) -> Int[Array, " L"]:
-    return jnp.arange(model.config.num_layers, dtype=jnp.int32)

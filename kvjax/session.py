@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax import decoding, inference
+from kvjax import decoding, inference, sizing
 from kvjax.budget import Budget
 from kvjax.cache import Cache, nbytes
 from kvjax.cache.entries import first_range, kept_mask
@@ -371,12 +371,10 @@ class Session:
     def _empty_cache(self) -> Cache:
         model, policy, entries = self.model, self.policy, self.budget
         room = BLOCK if policy.scorer is None else 0
-        capacity = inference.default_capacity(model, policy, entries, self.context, room)
+        capacity = sizing.default_capacity(model, policy, entries, self.context, room)
         pages, size = None, self._settings.pages
         if size is not None:
-            pages = inference.default_pages(
-                model, policy, entries, self.context, room, capacity, size
-            )
+            pages = sizing.default_pages(model, policy, entries, self.context, room, capacity, size)
         return decoding.empty_cache(model, 1, capacity, policy, pages)
 
 
