@@ -97,7 +97,11 @@ def due(
     would hold more than it can.
     """
     after = cache.lengths + added[None, :, None]
-    allowed = jnp.maximum(budgets, _local(windows)[:, None]) + interval
+    local = _local(windows)[:, None]
+    allowed = jnp.maximum(budgets, local) + interval
+    # A sliding-window layer that does not fill its window lends no places to the others.
+    held = jnp.sum(after, axis=2) // cache.num_kv_heads
+    allowed = jnp.where(local > 0, jnp.minimum(allowed, held), allowed)
     too_many = jnp.sum(after, axis=(0, 2)) >= jnp.sum(allowed, axis=0) * cache.num_kv_heads
     return too_many | jnp.any(after > cache.capacity, axis=(0, 2))
 
@@ -120,16 +124,16 @@ def judge(
     params: Any,
     state: State,
 ) -> Verdict:
-    """Scores and protection of one layer. In a sliding-window layer the window is protected."""
+    """Scores and protection of one layer. In a sliding-window layer its window is protected."""
     assert policy.scorer is not None
     positions, next_position = observation.positions, observation.next_position
     budgets = jnp.broadcast_to(budget[:, None], positions.shape[:2])
     rank = policy.protection.rank(positions, next_position, budgets)
     in_window = (positions >= 0) & (positions >= next_position[:, None, None] - window)
-    local = (window < NO_WINDOW) & in_window
+    newest = jnp.where(in_window, positions + 1, 0)
     return Verdict(
         scores=policy.scorer.score(observation, params, state).astype(jnp.float32),
-        rank=jnp.where(local, jnp.maximum(rank, positions + 1), rank),
+        rank=jnp.where(window < NO_WINDOW, newest, rank),
         preference=policy.allocator.preference(observation),
     )
 

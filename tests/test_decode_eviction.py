@@ -92,7 +92,6 @@ def test_the_capacity_is_never_exceeded_not_even_for_a_step(name, interval):
         assert (filled <= 2 * layer_bounds(model, interval))[:2].all()
 
 
-@pytest.mark.xfail(strict=True, reason="the unfilled window of a local layer lends its places")
 def test_a_row_shorter_than_the_window_stays_within_its_budget():
     policy = tiny.policy("streaming", prefill="whole")
     for _, _, cache in steps(policy, tiny.model()):

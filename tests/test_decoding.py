@@ -94,18 +94,7 @@ def test_entries_that_stay_fill_the_budget_and_no_more(name):
     assert (filled.sum(axis=(0, 2)) <= QUARTER * 6 + 2 * 12).all()
 
 
-def with_faults(faulty, reason):
-    """Every policy, those with a known fault marked as expected to fail."""
-    fault = pytest.mark.xfail(strict=True, reason=reason)
-    return [pytest.param(name, marks=[fault] if faulty(name) else []) for name in tiny.names()]
-
-
-@pytest.mark.parametrize(
-    "name",
-    with_faults(
-        lambda name: once(name).protection.sinks > 0, "sinks take places of a layer's window"
-    ),
-)
+@pytest.mark.parametrize("name", tiny.names())
 def test_sliding_window_layers_keep_their_whole_window(name):
     _, cache = prefilled(name, LENGTHS if name == "full" else QUARTER)
     for row, head in np.ndindex(3, 2):
@@ -125,10 +114,7 @@ def test_a_row_does_not_depend_on_its_neighbours(name):
     jax.tree.map(np.testing.assert_array_equal, mine, same)
 
 
-@pytest.mark.parametrize(
-    "name",
-    with_faults(lambda name: name == "duoattention", "streaming heads drop what there is room for"),
-)
+@pytest.mark.parametrize("name", tiny.names())
 def test_a_budget_of_the_whole_prompt_is_the_full_cache(name):
     logits, cache = prefilled(name, LENGTHS)
     wanted_logits, whole = tiny.full()

@@ -174,41 +174,21 @@ class PagedCache:
         the new tokens. A token that finds its head or the pool full is not written and counts in
         `overflowed`.
         """
-        batch, count = keys.shape[1], keys.shape[3]
-        page, capacity = self.page_size, self.capacity
-        valid = positions >= 0
-        added = jnp.sum(valid, axis=1, dtype=jnp.int32)
-        wanted = self.lengths + added[None, :, None]
-        cache = self._take_pages(jnp.minimum(wanted, capacity))
-        held = jnp.sum(cache.page_table >= 0, axis=-1, dtype=jnp.int32) * page
-        lengths = jnp.minimum(wanted, held)
-
-        slot = self.lengths[..., None] + jnp.arange(count, dtype=jnp.int32)[None, None, None]
-        writable = valid[None, :, None] & (slot < lengths[..., None])
-        ordinal = jnp.minimum(slot // page, cache.page_table.shape[3] - 1)
-        identity = jnp.take_along_axis(cache.page_table, ordinal, axis=3)
-        identity = jnp.where(writable, identity, self.keys.shape[1])
-        row = jnp.arange(batch)[None, :, None, None]
-
-        def write(pool: Array, new: Array) -> Array:
-            index = (row, identity, slot % page)
-            return pool.at[index].set(new.astype(pool.dtype), mode="drop", unique_indices=True)
-
-        spread = jnp.broadcast_to(positions[None, :, None], slot.shape)
-        slots = {}
-        for name, union in state.slots.items():
-            pool = self._scatter_slots(self.policy_state.slots[name], union[:, :, :, :capacity])
-            slots[name] = write(pool, union[:, :, :, capacity:])
-        return dataclasses.replace(
-            cache,
-            keys=write(self.keys, keys),
-            values=write(self.values, values),
-            positions=write(self.positions, spread),
-            lengths=lengths,
-            next_position=self.next_position + added,
-            overflowed=self.overflowed + jnp.max(wanted - lengths, axis=(0, 2)),
-            policy_state=State(slots=slots, layer=state.layer),
+        capacity = self.capacity
+        old = {name: union[:, :, :, :capacity] for name, union in state.slots.items()}
+        cache = dataclasses.replace(
+            self,
+            policy_state=State(
+                slots={
+                    name: self._scatter_slots(pool, old[name])
+                    for name, pool in self.policy_state.slots.items()
+                },
+                layer=state.layer,
+            ),
         )
+        valid = jnp.broadcast_to((positions >= 0)[None, :, None], keys.shape[:4])
+        new = {name: union[:, :, :, capacity:] for name, union in state.slots.items()}
+        return cache._write_behind(valid, keys, values, positions, new)
 
     def keep(
         self,
@@ -221,31 +201,41 @@ class PagedCache:
     ) -> PagedCache:
         """Keeps the marked entries of the union of slots and new tokens, U = S + T, compacted.
 
-        Layer by layer: a layer returns all its pages, then takes what its kept entries need, so
-        one layer's union is alive at a time and freed pages serve the next layer at once.
+        First each layer's old entries are compacted, one layer's union alive at a time, which
+        only ever returns pages; then the new tokens that stay are written behind them. So no
+        layer waits for pages that a later one still holds. `state` and `absorb` are as in
+        `PaddedCache.keep`.
         """
+        capacity = self.capacity
         spread = jnp.broadcast_to(positions[:, None], keys.shape[1:4])
 
-        def one_layer(layer: Array, cache: PagedCache) -> PagedCache:
-            indices, lengths = kept_indices(keep[layer], cache.capacity)
+        def one_layer(cache: PagedCache, layer: Array) -> tuple[PagedCache, tuple[Array, Array]]:
+            indices, lengths = kept_indices(keep[layer, :, :, :capacity], capacity)
             view = (cache.page_table[layer], cache.lengths[layer])
-            union = join(cache.dense(view), (keys[layer], values[layer], spread))
+            held = cache.dense(view)
+            new_keys, new_values = keys[layer], values[layer]
             if absorb is not None:
-                union = (*absorb(layer, *union), union[2])
-            kept_keys, kept_values, kept_positions = (gather_slots(a, indices) for a in union)
+                union = join(held, (new_keys, new_values, spread))
+                all_keys, all_values = absorb(layer, *union)
+                held = (all_keys[:, :, :capacity], all_values[:, :, :capacity], held[2])
+                new_keys, new_values = all_keys[:, :, capacity:], all_values[:, :, capacity:]
             slots = {
-                name: gather_slots(array[layer], indices) for name, array in state.slots.items()
+                name: gather_slots(union[layer, :, :, :capacity], indices)
+                for name, union in state.slots.items()
             }
-            return cache._replace_layer(
+            kept_keys, kept_values, kept_positions = (gather_slots(a, indices) for a in held)
+            cache = cache._replace_layer(
                 layer, lengths, kept_keys, kept_values, kept_positions, slots
             )
+            return cache, (new_keys, new_values)
 
         start = dataclasses.replace(
-            self,
-            next_position=self.next_position + jnp.sum(positions >= 0, axis=1, dtype=jnp.int32),
-            policy_state=State(slots=self.policy_state.slots, layer=state.layer),
+            self, policy_state=State(slots=self.policy_state.slots, layer=state.layer)
         )
-        return lax.fori_loop(0, self.num_layers, one_layer, start)
+        layers = jnp.arange(self.num_layers, dtype=jnp.int32)
+        cache, (new_keys, new_values) = lax.scan(one_layer, start, layers)
+        new = {name: union[:, :, :, capacity:] for name, union in state.slots.items()}
+        return cache._write_behind(keep[:, :, :, capacity:], new_keys, new_values, positions, new)
 
     def fill(
         self,
@@ -277,6 +267,50 @@ class PagedCache:
                     for name, pool in self.policy_state.slots.items()
                 },
                 layer=state.layer,
+            ),
+        )
+
+    def _write_behind(
+        self,
+        marked: Bool[Array, "L B K T"],
+        keys: Float[Array, "L B K T D"],
+        values: Float[Array, "L B K T D"],
+        positions: Int[Array, "B T"],
+        slots: dict[str, Array],
+    ) -> PagedCache:
+        """The marked ones of T new tokens behind each head's slots, on new pages where needed."""
+        page = self.page_size
+        wanted = self.lengths + jnp.sum(marked, axis=-1, dtype=jnp.int32)
+        cache = self._take_pages(jnp.minimum(wanted, self.capacity))
+        held = jnp.sum(cache.page_table >= 0, axis=-1, dtype=jnp.int32) * page
+        lengths = jnp.minimum(wanted, held)
+
+        place = self.lengths[..., None] + jnp.cumsum(marked, axis=-1, dtype=jnp.int32) - 1
+        writable = marked & (place < lengths[..., None])
+        ordinal = jnp.clip(place // page, 0, cache.page_table.shape[3] - 1)
+        identity = jnp.take_along_axis(cache.page_table, ordinal, axis=3)
+        identity = jnp.where(writable, identity, self.keys.shape[1])
+        index = (jnp.arange(self.batch)[None, :, None, None], identity, place % page)
+
+        def write(pool: Array, new: Array) -> Array:
+            return pool.at[index].set(new.astype(pool.dtype), mode="drop", unique_indices=True)
+
+        added = jnp.sum(positions >= 0, axis=1, dtype=jnp.int32)
+        return dataclasses.replace(
+            cache,
+            keys=write(self.keys, keys),
+            values=write(self.values, values),
+            positions=write(
+                self.positions, jnp.broadcast_to(positions[None, :, None], marked.shape)
+            ),
+            lengths=lengths,
+            next_position=self.next_position + added,
+            overflowed=self.overflowed + jnp.max(wanted - lengths, axis=(0, 2)),
+            policy_state=State(
+                slots={
+                    name: write(pool, slots[name]) for name, pool in self.policy_state.slots.items()
+                },
+                layer=self.policy_state.layer,
             ),
         )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int
 
 from kvjax.cache.padded import PaddedCache
@@ -51,10 +52,7 @@ def stack_rows[C: Cache](caches: Sequence[C]) -> C:
     """
     if not caches:
         raise ValueError("stack_rows: no caches given, at least one is needed")
-    one_row = [
-        jax.eval_shape(lambda cache: map_rows(lambda a, axis: jnp.take(a, 0, axis), cache), cache)
-        for cache in caches
-    ]
+    one_row = [jax.eval_shape(_first_row, cache) for cache in caches]
     for cache, shape in zip(caches[1:], one_row[1:], strict=True):
         if shape != one_row[0]:
             raise ValueError(
@@ -69,3 +67,7 @@ def take_rows[C: Cache](cache: C, rows: Sequence[int] | Int[Array, " R"]) -> C:
     """The given rows of a cache, e.g. `take_rows(cache, [0, 0, 0])` for three copies of row 0."""
     index = jnp.asarray(rows, jnp.int32)
     return map_rows(lambda array, axis: jnp.take(array, index, axis=axis), cache)
+
+
+def _first_row[C: Cache](cache: C) -> C:
+    return map_rows(lambda array, axis: lax.slice_in_dim(array, 0, 1, axis=axis), cache)

@@ -21,7 +21,7 @@ class WantedEntries(Allocator):
     """Each head gets no more than its entries of score >= 0; what they spare goes to the others.
 
     The heads of a layer share `budget * K` entries: level water-filling under those caps, the
-    indivisible rest to the first heads that still want some.
+    indivisible rest to the first heads that still want some. A layer within budget is kept whole.
     """
 
     def head_budgets(
@@ -46,7 +46,9 @@ class WantedEntries(Allocator):
         hungry = wanted > given
         spare = total - jnp.sum(given, axis=-1)
         extra = hungry & (jnp.cumsum(hungry, axis=-1) <= spare[:, None])
-        return given + extra.astype(jnp.int32)
+        held = jnp.sum(valid, axis=-1, dtype=jnp.int32)
+        fits_whole = (budget >= jnp.max(held, axis=-1))[:, None]
+        return jnp.where(fits_whole, held, given + extra.astype(jnp.int32))
 
     def largest(self, budget: int, length: int, num_layers: int, num_kv_heads: int) -> int:
         del num_layers

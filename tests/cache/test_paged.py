@@ -132,6 +132,42 @@ def test_global_budgets_add_up_and_are_cut_again_while_decoding(model, prompts):
         assert (np.diff(filled) > 0).all()
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Swing(kvjax.Scorer):
+    """Prefers the last layers in one stretch of the text and the first ones in the next."""
+
+    def score(self, observation, params, state):
+        rising = (observation.next_position // 8) % 2 == 0
+        layer = observation.layer.astype(jnp.float32)
+        base = jnp.where(rising, layer, -layer)[:, None, None] * 1000
+        return base + observation.positions.astype(jnp.float32)
+
+
+@pytest.mark.parametrize("budget", [17, 20, 33])
+def test_a_budget_that_moves_between_layers_loses_nothing(budget):
+    # A long call under which the first layers grow before the last ones shrink.
+    config = dataclasses.replace(CONFIG, num_layers=4, windows=())
+    model = kvjax.Decoder.random(config, jax.random.key(0))
+    policy = kvjax.Policy(
+        name="swing",
+        scorer=Swing(),
+        protection=kvjax.Protection(sinks=0),
+        allocator=Global(ceiling=None),
+        schedule=kvjax.Schedule(decode_interval=4),
+    )
+    rng = np.random.default_rng(5)
+    prompt, more = (rng.integers(0, 97, (1, length)) for length in (160, 168))
+    results = []
+    for pages in (None, 16):
+        _, cache = kvjax.prefill(model, prompt, policy=policy, budget=budget, pages=pages)
+        before = np.asarray(cache.lengths)
+        _, cache = kvjax.extend(model, cache, more, policy=policy, budget=budget)
+        results.append(kvjax.extend(model, cache, more[:, :1], policy=policy, budget=budget)[0])
+        assert (np.asarray(cache.lengths)[0] > before[0]).all(), "the first layer should grow"
+    assert_pages_conserved(cache)
+    np.testing.assert_allclose(*results, atol=2e-5)
+
+
 def test_rows_of_a_paged_batch_are_the_rows_alone(model, prompts):
     policy = kvjax.policy("h2o", decode_interval=3)
     policy = dataclasses.replace(policy, allocator=Global())

@@ -79,6 +79,7 @@ def test_a_wrong_line_ends_piped_input(chat, lines, part):
 def test_an_interrupt_ends_the_answer_and_keeps_it(chat, monkeypatch):
     pieces = []
     stream = Session.stream
+    handler = signal.getsignal(signal.SIGINT)
 
     def interrupted(self, *arguments, **options):
         for piece in stream(self, *arguments, **options):
@@ -92,7 +93,7 @@ def test_an_interrupt_ends_the_answer_and_keeps_it(chat, monkeypatch):
     assert ran.status == 0
     assert len(pieces) == 1
     assert states(ran.err)[0].startswith("[turn 1 | ")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 REFUSED = {

@@ -49,7 +49,7 @@ def test_policies_side_by_side_answer_as_each_alone(loaded, run_config):
     runner = engine.build(run_config, loaded)
     prefilled = runner.prefill(list(range(5, 130)))
     question = list(range(300, 320))
-    rows = [runner.compress(prefilled, name, 40, 100) for name in POLICIES[1:]]
+    rows = [runner.compress(prefilled, name, 40, (100, None)) for name in POLICIES[1:]]
     together = runner.answer(prefilled, rows, question, 8)
     for row, tokens in zip(rows, together.tokens, strict=True):
         assert runner.answer(prefilled, [row], question, 8).tokens == [tokens]
@@ -59,7 +59,7 @@ def test_bytes_are_those_of_the_arrays_and_budgets_hold(loaded, run_config):
     runner = engine.build(run_config, loaded)
     prefilled = runner.prefill(list(range(5, 130)))
     for name in POLICIES[1:]:
-        row = runner.compress(prefilled, name, 40, 100)
+        row = runner.compress(prefilled, name, 40, (100, None))
         assert row.nbytes == sum(leaf.nbytes for leaf in jax.tree.leaves(row.cache))
         per_entry = 2 * CONFIG.head_dim * 4 + 4
         assert row.alive == 40
@@ -73,7 +73,7 @@ def test_the_full_cache_answers_as_one_pass_over_everything(loaded, run_config):
     prompt, question = list(range(5, 130)), list(range(300, 320))
     whole = runner.prefill(prompt + question)
     parts = runner.prefill(prompt)
-    full = [runner.compress(p, "full", p.length, 200) for p in (whole, parts)]
+    full = [runner.compress(p, "full", p.length, (200, None)) for p in (whole, parts)]
     seen = runner.answer(whole, full[:1], [], 8)
     hidden = runner.answer(parts, full[1:], question, 8)
     assert seen.tokens == hidden.tokens and seen.question_seconds == 0

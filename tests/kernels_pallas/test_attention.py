@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kernels_pallas.attention import NO_WINDOW, attention, blockwise, merge, reference, visible
 from kernels_pallas.attention.blocks import block_bounds, visible_range
-from tests.kernels import definitions
+from tests.kernels_pallas import definitions
 
 # (batch, kv_heads, group, queries, slots, size), and whether in bfloat16
 SHAPES = [

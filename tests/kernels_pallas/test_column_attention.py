@@ -11,8 +11,8 @@ import pytest
 
 from kernels_pallas.attention import NO_WINDOW
 from kernels_pallas.column_attention import blockwise, column_attention
-from tests.kernels import definitions
-from tests.kernels.test_attention import case, dense, merged
+from tests.kernels_pallas import definitions
+from tests.kernels_pallas.test_attention import case, dense, merged
 
 SHAPES = [(2, 2, 1, 33, 70, 16), (1, 2, 3, 17, 33, 64), (2, 1, 4, 1, 129, 80), (1, 1, 8, 40, 40, 8)]
 

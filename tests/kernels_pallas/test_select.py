@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels_pallas.select import keep_mask, kept_indices, order_key
-from tests.kernels import definitions
+from tests.kernels_pallas import definitions
 
 ROWS, SLOTS = 6, 24
 TINY = np.finfo(np.float32).tiny  # the smallest normal number
