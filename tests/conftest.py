@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
+from pathlib import Path
 
 # Before JAX starts: the tests define results on the CPU, whatever else the machine has.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -18,7 +20,21 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 shape_checks.install(["kvjax", "kernels_pallas"])
 
+# Linux allows a process 65,530 memory mappings by default; every compiled program takes some, and
+# LLVM aborts the process that gets no more.
+MAPPINGS = Path("/proc/self/maps")
+MANY_MAPPINGS = 16_000
+
 DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def released_programs():
+    """Lets go of compiled programs behind a file of tests once they have become many."""
+    yield
+    if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MANY_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture
