@@ -7,10 +7,9 @@ import dataclasses
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvjax.cli.options import budget_of, policy_of
+from kvjax.cli.options import budget_of, policy_of, text_of
 
 if TYPE_CHECKING:
     from kvjax import Budget, Decoder, Generation, PaddedCache, PagedCache, Policy
@@ -175,18 +174,7 @@ def _check_context(model: Decoder, given: int, wanted: int) -> None:
 
 
 def _prompt(arguments: argparse.Namespace) -> str:
-    if arguments.prompt_file is None:
-        text, origin = arguments.prompt, "--prompt"
-    elif arguments.prompt_file == "-":
-        text, origin = sys.stdin.read(), "standard input"
-    else:
-        origin = arguments.prompt_file
-        try:
-            text = Path(origin).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{origin}: not UTF-8 text ({error.reason})") from error
-    if not text.strip():
-        raise ValueError(f"{origin}: the prompt is empty; allowed is any text")
+    text = text_of(arguments.prompt, arguments.prompt_file)
     if arguments.question is not None and not arguments.question.strip():
         raise ValueError("--question: it is empty; leave it out or give any text")
     return text

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvjax.cli.options import budget_of, policy_of
+from kvjax.cli.options import budget_of, policy_of, text_of
 
 if TYPE_CHECKING:
     from kvjax import Decoder, Policy
@@ -49,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    text = _text(arguments)
+    text = text_of(arguments.prompt, arguments.prompt_file)
     if len(arguments.policy) > 2:
         raise ValueError(f"{len(arguments.policy)} policies: allowed are one, or two to compare")
     output = Path(arguments.output)
@@ -133,19 +132,3 @@ def _tokens(tokenizer: Tokenizer, text: str, raw: bool) -> list[int]:
 
     template = TurnTemplate.of(tokenizer)
     return tokenizer.encode(template.preface + template.first_opening + template.said(text))
-
-
-def _text(arguments: argparse.Namespace) -> str:
-    if arguments.prompt_file is None:
-        text, origin = arguments.prompt, "--prompt"
-    elif arguments.prompt_file == "-":
-        text, origin = sys.stdin.read(), "standard input"
-    else:
-        origin = arguments.prompt_file
-        try:
-            text = Path(origin).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{origin}: not UTF-8 text ({error.reason})") from error
-    if not text.strip():
-        raise ValueError(f"{origin}: the prompt is empty; allowed is any text")
-    return text

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,3 +35,20 @@ def budget_of(text: str | None, policies: Iterable[Policy]) -> Budget:
     if text is None and needing:
         raise ValueError(f"--policy {needing[0]} needs a --budget, such as 25%, 256 or 64MiB")
     return kvjax.Budget.parse("100%" if text is None else text)
+
+
+def text_of(given: str | None, file: str | None) -> str:
+    """The prompt, as it is given or from a UTF-8 file; `-` is standard input."""
+    if file is None:
+        text, origin = given or "", "--prompt"
+    elif file == "-":
+        text, origin = sys.stdin.read(), "standard input"
+    else:
+        origin = file
+        try:
+            text = Path(file).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file}: not UTF-8 text ({error.reason})") from error
+    if not text.strip():
+        raise ValueError(f"{origin}: the prompt is empty; allowed is any text")
+    return text
