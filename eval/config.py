@@ -8,12 +8,13 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from eval.haystacks import KINDS
 from eval.prompt import PROTOCOLS
 from eval.tasks import TASKS
 
@@ -22,13 +23,17 @@ _BYTES = re.compile(r"bytes:\s*(\d+)")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskConfig:
-    """One task: `samples` for every haystack, length and depth."""
+    """One task. Generated: `samples` for every subset, haystack, length and depth. Read from
+    files: at most `samples` contexts of every subset, all where it is None."""
 
     name: str
-    haystacks: tuple[str, ...]
-    lengths: tuple[int, ...]
-    depths: tuple[float, ...]
-    samples: int
+    subsets: tuple[str, ...] = ()  # () for all
+    haystacks: tuple[str, ...] = ()  # () for those that the task is defined with
+    lengths: tuple[int, ...] = ()
+    depths: tuple[float, ...] = ()  # () where the seed draws them
+    samples: int | None = None
+    path: str | None = None  # file or directory with the data
+    max_length: int | None = None  # tokens; the middle of a longer context is cut
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +59,7 @@ class Config:
     policies: tuple[PolicyConfig, ...]
     budgets: tuple[int | float | str, ...]  # tokens, fraction of the prompt, or "bytes: N"
     question: str = "hidden"
-    max_new_tokens: int = 32
+    max_new_tokens: int | None = None  # None: each sample's own
     seed: int = 0
     output: str = "runs/eval"
 
@@ -69,10 +74,25 @@ class Config:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
-    def num_samples(self) -> int:
-        return sum(
-            len(t.haystacks) * len(t.lengths) * len(t.depths) * t.samples for t in self.tasks
-        )
+    def mapping(self) -> dict[str, Any]:
+        """The config as `from_mapping` reads it."""
+        content = dataclasses.asdict(self)
+        content["tasks"] = [
+            {key: list(v) if isinstance(v, tuple) else v for key, v in task.items() if v}
+            for task in content["tasks"]
+        ]
+        content["policies"] = [
+            {policy.name: dict(policy.options)} if policy.options else policy.name
+            for policy in self.policies
+        ]
+        content["budgets"] = list(self.budgets)
+        return {key: value for key, value in content.items() if value is not None}
+
+    def max_length(self, task: str) -> int | None:
+        """The most tokens of a prompt of `task`, where the config bounds them."""
+        name = task.split("/")[0]
+        bounds = [t.max_length for t in self.tasks if t.name == name and t.max_length]
+        return min(bounds, default=None)
 
 
 def load(path: str | Path) -> Config:
@@ -138,31 +158,50 @@ def _task(key: str, content: Any) -> TaskConfig:
         key,
         content,
         TaskConfig,
-        required=("name", "haystacks", "lengths", "depths", "samples"),
-        # The singular reads better in a file with one haystack.
-        aliases={"haystack": "haystacks"},
+        required=("name",),
+        # The singular reads better in a file with one of them.
+        aliases={"haystack": "haystacks", "length": "lengths", "subset": "subsets"},
     )
-    haystacks = given["haystacks"]
-    haystacks = [haystacks] if isinstance(haystacks, str) else haystacks
-    task = TaskConfig(
-        name=_choice(f"{key}.name", given["name"], tuple(TASKS)),
-        haystacks=tuple(
-            _haystack(f"{key}.haystacks[{i}]", item)
-            for i, item in enumerate(_list(f"{key}.haystacks", haystacks))
+    task = TASKS[_choice(f"{key}.name", given["name"], tuple(TASKS))]
+    generated = ("lengths", "samples", *(("depths",) if task.depths else ()))
+    needed = generated if task.make is not None else ("path",)
+    taken = ("name", *needed, "samples", "path", *(("subsets",) if task.subsets else ()))
+    taken += ("haystacks",) if task.make is not None else ("max_length",)
+    for field in given:
+        if field not in taken:
+            raise ValueError(
+                f"{key}.{field}: task {task.name} does not take it; it takes "
+                f"{', '.join(dict.fromkeys(taken))}"
+            )
+    for field in needed:
+        if field not in given:
+            raise ValueError(
+                f"missing key {field!r} in {key}: task {task.name} needs {', '.join(needed)}"
+            )
+
+    def each(field: str, read: Callable[[str, Any], Any]) -> tuple[Any, ...]:
+        value = given.get(field)
+        if value is None:
+            return ()
+        value = [value] if isinstance(value, str | int | float) else value
+        items = _list(f"{key}.{field}", value)
+        return tuple(read(f"{key}.{field}[{i}]", item) for i, item in enumerate(items))
+
+    config = TaskConfig(
+        name=task.name,
+        subsets=each("subsets", lambda k, v: _choice(k, v, task.subsets)),
+        haystacks=each("haystacks", _haystack),
+        lengths=each("lengths", lambda k, v: _integer(k, v, 1)),
+        depths=each("depths", _fraction),
+        samples=_integer(f"{key}.samples", given["samples"], 1) if "samples" in given else None,
+        path=_text(f"{key}.path", given["path"]) if "path" in given else None,
+        max_length=(
+            _integer(f"{key}.max_length", given["max_length"], 1) if "max_length" in given else None
         ),
-        lengths=tuple(
-            _integer(f"{key}.lengths[{i}]", item, 1)
-            for i, item in enumerate(_list(f"{key}.lengths", given["lengths"]))
-        ),
-        depths=tuple(
-            _fraction(f"{key}.depths[{i}]", item)
-            for i, item in enumerate(_list(f"{key}.depths", given["depths"]))
-        ),
-        samples=_integer(f"{key}.samples", given["samples"], 1),
     )
-    for field in ("haystacks", "lengths", "depths"):
-        _unique(f"{key}.{field}", getattr(task, field))
-    return task
+    for field in ("subsets", "haystacks", "lengths", "depths"):
+        _unique(f"{key}.{field}", getattr(config, field))
+    return config
 
 
 def _policy(key: str, content: Any) -> PolicyConfig:
@@ -197,11 +236,9 @@ def _budget(key: str, content: Any) -> int | float | str:
 
 
 def _haystack(key: str, content: Any) -> str:
-    allowed = "noise, prose or file:PATH"
     text = _text(key, content)
-    if text not in ("noise", "prose") and not (text.startswith("file:") and len(text) > 5):
-        near = _suggestion(text, ("noise", "prose"))
-        raise _error(key, content, f"{allowed}{near}")
+    if text not in KINDS and not (text.startswith("file:") and len(text) > 5):
+        raise _error(key, content, f"{', '.join(KINDS)} or file:PATH{_suggestion(text, KINDS)}")
     return text
 
 

@@ -12,21 +12,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import kvjax
 from eval.config import Config, PolicyConfig
-from eval.stages import Answers, Prefilled, Row
-from kvjax import sizing
+from eval.spread import spread
+from eval.stages import Answers, Compressed, Prefilled, Row
+from kvjax import decoding, generation, sizing
 from kvjax.cache.entries import entry_positions
 from kvjax.policies.base import Schedule, Uniform
 
 _QUESTION_STEP = 16
+_ROOM_STEP = 64  # tasks whose answers differ little in length share their compilations
 _PAGE = 16
-_SCHEDULE_OPTIONS = ("prefill", "chunk", "decode_interval")
 
 
 def build_policies(configs: Sequence[PolicyConfig]) -> dict[str, Any]:
-    """Policies by label, the full cache first; each evicts once, after the shared prefill.
+    """Policies by label, the full cache first.
+
+    Each evicts once, after the shared prefill, whatever its published schedule, unless its options
+    ask for `decode_interval` (it evicts while decoding too) or `prefill: chunked` (it has a prefill
+    of its own, in bounded memory).
 
     Raises:
       ValueError: an unknown name or option, or a value outside what is allowed.
@@ -36,35 +42,59 @@ def build_policies(configs: Sequence[PolicyConfig]) -> dict[str, Any]:
         if config.label == "full":
             continue
         options = dict(config.options)
-        if repeated := [name for name in _SCHEDULE_OPTIONS if name in options]:
-            raise ValueError(
-                f"policies[{index}].{config.name}.{repeated[0]}={options[repeated[0]]!r}: one "
-                "prefill serves all policies here, so none can evict during it or while decoding"
-            )
         try:
             policy = kvjax.policy(config.name, **options)
         except (ValueError, TypeError) as error:
             raise ValueError(f"policies[{index}]: {error}") from error
-        built[config.label] = dataclasses.replace(policy, schedule=Schedule())
+        given = policy.schedule
+        schedule = Schedule(
+            prefill=given.prefill if "prefill" in options else "whole",
+            chunk=given.chunk,
+            decode_interval=given.decode_interval if "decode_interval" in options else None,
+        )
+        policy = dataclasses.replace(policy, schedule=schedule)
+        if "replay" in policy.needs and schedule != Schedule(chunk=given.chunk):
+            raise ValueError(
+                f"policies[{index}]: {config.name} replays a whole prefill: prefill and "
+                "decode_interval are not allowed with it"
+            )
+        built[config.label] = policy
     return built
 
 
-type Layout = tuple[int, kvjax.Pages | None]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The static shapes of a cache; `alone` names a policy that no other can decode beside."""
+
+    capacity: int
+    pages: kvjax.Pages | None = None
+    alone: str | None = None
 
 
 class KvjaxEngine:
     """Prefill, compress, answer: for one model and one set of policies.
 
     Each program is compiled once per shape, ahead of its first timed call; `compilations` counts
-    them and `compile_seconds` sums their time.
+    them and `compile_seconds` sums their time. Over several devices the rows of a batch are
+    split evenly where their number allows it; the model stands on each.
     """
 
-    def __init__(self, loaded: Any, policies: Mapping[str, Any]):
+    def __init__(
+        self,
+        loaded: Any,
+        policies: Mapping[str, Any],
+        devices: Sequence[jax.Device] | None = None,
+    ):
         self.model, self.tokenizer = loaded
         self.policies = dict(policies)
         self.compilations = 0
         self.compile_seconds = 0.0
+        self.model_seconds = 0.0
         self._compiled: dict[Any, Any] = {}
+        devices = jax.local_devices() if devices is None else devices
+        self._mesh = Mesh(np.asarray(devices), ("data",)) if len(devices) > 1 else None
+        if self._mesh is not None:
+            self.model = jax.device_put(self.model, NamedSharding(self._mesh, PartitionSpec()))
 
     @property
     def context_limit(self) -> int:
@@ -74,8 +104,9 @@ class KvjaxEngine:
     def bucket(self, length: int) -> int:
         return kvjax.bucket_length(length)
 
-    def question_bucket(self, length: int) -> int:
-        return -(-length // _QUESTION_STEP) * _QUESTION_STEP
+    def room(self, question: int, max_new_tokens: int) -> int:
+        needed = _question_bucket(question) + max_new_tokens
+        return -(-needed // _ROOM_STEP) * _ROOM_STEP
 
     def resolve(self, budget: int | float | str, length: int) -> int:
         """Entries per KV head that `budget` allows a prompt of `length` tokens."""
@@ -88,112 +119,146 @@ class KvjaxEngine:
         Where heads get uneven shares the cache is paged, so that its bytes follow their sum.
         """
         policy = self.policies[label]
+        alone = label if policy.schedule.decode_interval is not None else None
         if type(policy.allocator) is Uniform:
-            sizes = (budget, bucket, room)
-            return sizing.default_capacity(self.model, policy, *sizes), None
+            capacity = sizing.default_capacity(self.model, policy, budget, bucket, room)
+            return Layout(capacity=capacity, alone=alone)
         # One head may hold the whole prompt in every such policy, so that all of them can decode
         # side by side; it costs page numbers, not pages.
         capacity = bucket + room
         sizes = (budget, bucket, room, capacity, _PAGE)
-        return capacity, sizing.default_pages(self.model, policy, *sizes)
+        pages = sizing.default_pages(self.model, policy, *sizes)
+        return Layout(capacity=capacity, pages=pages, alone=alone)
 
-    def prefill(self, tokens: Sequence[int]) -> Prefilled:
-        """One pass over the prompt that serves every policy and every budget."""
-        bucket = self.bucket(len(tokens))
-        padded, length = _padded(tokens, bucket), _vector(len(tokens))
-        observe = functools.partial(kvjax.observe, policies=tuple(self.policies.values()))
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefilled:
+        """One pass over the prompts that serves every policy and every budget."""
+        lengths = tuple(len(prompt) for prompt in prompts)
+        bucket = self.bucket(max(lengths))
+        tokens = self._spread(_padded(prompts, bucket))
+        sizes = self._spread(jnp.asarray(lengths, jnp.int32))
+        sharing = tuple(p for p in self.policies.values() if p.schedule.prefill == "whole")
+        observe = functools.partial(kvjax.observe, policies=sharing)
         (logits, cache, observations), seconds = self._run(
-            "observe", observe, self.model, padded, length
+            "observe", observe, self.model, tokens, sizes
         )
         replay_seconds = 0.0
-        if any("replay" in policy.needs for policy in self.policies.values()):
+        if any("replay" in policy.needs for policy in sharing):
             replay = functools.partial(kvjax.replay, tokenizer=self.tokenizer)
             observations, replay_seconds = self._run(
-                "replay", replay, self.model, cache, observations, padded, length
+                "replay", replay, self.model, cache, observations, tokens, sizes
             )
         return Prefilled(
+            tokens=tokens,
             logits=logits,
             cache=cache,
             observations=observations,
-            length=len(tokens),
+            lengths=lengths,
             bucket=bucket,
             seconds=seconds,
-            nbytes=kvjax.nbytes(cache),
+            nbytes=kvjax.nbytes(cache) // len(prompts),
             replay_seconds=replay_seconds,
         )
 
-    def compress(self, prefilled: Prefilled, label: str, budget: int, layout: Layout) -> Row:
-        """The cache that the policy `label` leaves of the prefilled one."""
+    def compress(
+        self, prefilled: Prefilled, label: str, budgets: Sequence[int], layout: Layout
+    ) -> Compressed:
+        """The caches that the policy `label` leaves of the prefilled ones."""
         policy = self.policies[label]
-        capacity, pages = layout
-        compress = functools.partial(kvjax.compress, policy=policy, capacity=capacity, pages=pages)
+        entries = self._spread(jnp.asarray(budgets, jnp.int32))
+        static = {"policy": policy, "capacity": layout.capacity, "pages": layout.pages}
+        logits = prefilled.logits
+        if policy.schedule.prefill == "chunked":
+            (logits, cache), seconds = self._run(
+                ("prefill", label, layout),
+                functools.partial(decoding.prefill_chunked, **static),
+                self.model,
+                prefilled.tokens,
+                jnp.asarray(prefilled.lengths, jnp.int32),
+                entries,
+            )
+        else:
 
-        def program(model: Any, cache: Any, observations: Any, budget: jax.Array) -> Any:
-            return compress(model, cache, observations, budget=budget)
+            def program(model: Any, cache: Any, observations: Any, budget: jax.Array) -> Any:
+                return kvjax.compress(model, cache, observations, budget=budget, **static)
 
-        cache, seconds = self._run(
-            ("compress", label, layout),
-            program,
-            self.model,
-            prefilled.cache,
-            prefilled.observations,
-            _vector(budget),
-        )
-        lengths = np.asarray(cache.lengths)[:, 0]
-        heads = lengths.size
-        entries = (cache.keys, cache.values, cache.positions)
-        slots = cache.keys.size // cache.head_dim
-        entry_nbytes = sum(array.nbytes for array in entries) // slots
-        positions = np.asarray(entry_positions(cache))[:, 0].reshape(-1)
-        positions = positions[(positions >= 0) & (positions < prefilled.length)]
-        kept = np.bincount(positions, minlength=prefilled.length) / heads
-        return Row(
+            cache, seconds = self._run(
+                ("compress", label, layout),
+                program,
+                self.model,
+                prefilled.cache,
+                prefilled.observations,
+                entries,
+            )
+        if "replay" in policy.needs:
+            seconds += prefilled.replay_seconds
+        decodes = policy.schedule.decode_interval is not None
+        return Compressed(
             cache=cache,
-            seconds=seconds + (prefilled.replay_seconds if "replay" in policy.needs else 0.0),
-            nbytes=kvjax.nbytes(cache),
-            alive_nbytes=int(lengths.sum()) * entry_nbytes,
-            alive=float(lengths.mean()),
-            kept=kept,
+            logits=logits,
+            rows=_measured(cache, prefilled.lengths),
+            seconds=seconds,
+            evicting=(policy, tuple(budgets)) if decodes else None,
         )
 
     def answer(
         self,
         prefilled: Prefilled,
-        rows: Sequence[Row],
-        question: Sequence[int],
+        compressed: Sequence[Compressed],
+        questions: Sequence[Sequence[int]],
         max_new_tokens: int,
     ) -> Answers:
-        """Asks all rows the same question in one batch, and decodes them greedily.
+        """Asks all rows their questions in one batch, and decodes them greedily.
 
-        With an empty question the first token follows from the prefill's own logits.
+        With empty questions the first token follows from the prefill's own logits.
         """
-        count = len(rows)
-        cache = kvjax.stack_rows([row.cache for row in rows])
-        if question:
-            tokens = _padded(question, self.question_bucket(len(question)), rows=count)
+        copies, batch = len(compressed), len(questions)
+        cache = self._spread(kvjax.stack_rows([one.cache for one in compressed]))
+        options: dict[str, Any] = {}
+        evicting = ()
+        if compressed[0].evicting is not None:
+            (policy, budgets) = compressed[0].evicting
+            options, evicting = {"policy": policy}, (jnp.asarray(budgets, jnp.int32),)
+        layout = (options.get("policy"), max_new_tokens)
+        lengths = [len(question) for question in questions]
+        if any(lengths):
+            padded = _padded(list(questions) * copies, _question_bucket(max(lengths)))
+
+            def ask(model: Any, cache: Any, tokens: Any, sizes: Any, *budget: Any) -> Any:
+                budgets = {"budget": budget[0]} if budget else {}
+                return decoding.extend(model, cache, tokens, sizes, **options, **budgets)
+
             (logits, cache), question_seconds = self._run(
-                "extend", kvjax.extend, self.model, cache, tokens, _vector(len(question), count)
+                ("extend", options.get("policy")),
+                ask,
+                self.model,
+                cache,
+                self._spread(padded),
+                self._spread(jnp.asarray(lengths * copies, jnp.int32)),
+                *evicting,
             )
         else:
-            logits, question_seconds = jnp.repeat(prefilled.logits, count, axis=0), 0.0
+            logits = self._spread(jnp.concatenate([one.logits for one in compressed]))
+            question_seconds = 0.0
         end_tokens = tuple(sorted(self.tokenizer.end_tokens))
-        generate = functools.partial(
-            kvjax.generate, max_new_tokens=max_new_tokens, end_tokens=end_tokens, key=None
-        )
+
+        def decode(model: Any, cache: Any, logits: Any, *budget: Any) -> Any:
+            budgets = {"budget": budget[0]} if budget else {}
+            sizes = {"max_new_tokens": max_new_tokens, "end_tokens": end_tokens}
+            return generation.generate(model, cache, logits, **sizes, **options, **budgets)
+
         output, decode_seconds = self._run(
-            ("generate", max_new_tokens), generate, self.model, cache, logits
+            ("generate", *layout), decode, self.model, cache, logits, *evicting
         )
         lengths = np.asarray(output.lengths)
         overflowed = np.asarray(output.cache.overflowed)
         if overflowed.any():
             raise RuntimeError(f"{int(overflowed.max())} tokens found the cache full")
-        texts = []
-        for row, length in zip(np.asarray(output.tokens), lengths, strict=True):
-            ids = row[:length].tolist()
-            stop = next((i for i, token in enumerate(ids) if token in end_tokens), len(ids))
-            texts.append(ids[:stop])
+        texts = [
+            row[:length].tolist()
+            for row, length in zip(np.asarray(output.tokens), lengths, strict=True)
+        ]
         return Answers(
-            tokens=texts,
+            tokens=[texts[start : start + batch] for start in range(0, copies * batch, batch)],
             question_seconds=question_seconds,
             decode_seconds=decode_seconds,
             steps=int(lengths.max()),
@@ -211,10 +276,16 @@ class KvjaxEngine:
             "dtype": str(jax.tree.leaves(self.model)[0].dtype),
         }
 
+    def _spread[T](self, rows: T) -> T:
+        """Arrays with their rows over the devices, where the number of rows allows it."""
+        if self._mesh is None:
+            return rows
+        return spread(rows, self._mesh)
+
     def _run(self, name: Any, function: Callable[..., Any], *args: Any) -> tuple[Any, float]:
         """The result and the seconds until it is there; compiles on the first call of a shape."""
         leaves, structure = jax.tree.flatten(args)
-        shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        shapes = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
         key = (name, structure, shapes)
         if key not in self._compiled:
             start = time.perf_counter()
@@ -223,7 +294,9 @@ class KvjaxEngine:
             self.compile_seconds += time.perf_counter() - start
         start = time.perf_counter()
         result = jax.block_until_ready(self._compiled[key](*args))
-        return result, time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self.model_seconds += seconds
+        return result, seconds
 
 
 def build(config: Config, loaded: Any) -> KvjaxEngine:
@@ -231,11 +304,34 @@ def build(config: Config, loaded: Any) -> KvjaxEngine:
     return KvjaxEngine(loaded, build_policies(config.policies))
 
 
-def _vector(value: int, rows: int = 1) -> jax.Array:
-    return jnp.full(rows, value, jnp.int32)
+def _measured(cache: Any, lengths: Sequence[int]) -> tuple[Row, ...]:
+    """Bytes and kept positions of every row."""
+    alive = np.asarray(cache.lengths)  # [L, B, K]
+    positions = np.asarray(entry_positions(cache))  # [L, B, K, S]
+    entries = (cache.keys, cache.values, cache.positions)
+    slots = cache.keys.size // cache.head_dim
+    entry_nbytes = sum(array.nbytes for array in entries) // slots
+    rows = []
+    for row, length in enumerate(lengths):
+        at = positions[:, row].reshape(-1)
+        at = at[(at >= 0) & (at < length)]
+        rows.append(
+            Row(
+                nbytes=kvjax.nbytes(cache) // len(lengths),
+                alive_nbytes=int(alive[:, row].sum()) * entry_nbytes,
+                alive=float(alive[:, row].mean()),
+                kept=np.bincount(at, minlength=length) / alive[:, row].size,
+            )
+        )
+    return tuple(rows)
 
 
-def _padded(tokens: Sequence[int], bucket: int, rows: int = 1) -> jax.Array:
-    padded = np.zeros((rows, bucket), np.int32)
-    padded[:, : len(tokens)] = tokens
+def _question_bucket(length: int) -> int:
+    return -(-length // _QUESTION_STEP) * _QUESTION_STEP
+
+
+def _padded(rows: Sequence[Sequence[int]], bucket: int) -> jax.Array:
+    padded = np.zeros((len(rows), bucket), np.int32)
+    for row, tokens in zip(padded, rows, strict=True):
+        row[: len(tokens)] = tokens
     return jnp.asarray(padded)

@@ -1,45 +1,39 @@
-"""The one loop behind every score: a shared prefill per sample, policies side by side."""
+"""The one loop behind every score: a shared prefill per context, policies side by side."""
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from eval import haystacks
 from eval.config import Config
+from eval.planning import Plan, Planned, plan
 from eval.progress import Progress, silent
 from eval.prompt import Prompt, Prompter
 from eval.records import Journal, Record, Results, SampleResult
-from eval.stages import Engine, Prefilled, Row
+from eval.stages import Answers, Compressed, Engine, Prefilled, Row
 from eval.tasks import TASKS, Sample
 
 _PROFILE_BINS = 40
 _EXCERPT = 160
 
 
-def samples(config: Config, prompter: Prompter) -> list[Sample]:
-    """Every sample of the config, in the order of the run: a prefix of it covers all cells.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A sample and its tokens."""
 
-    Raises:
-      ValueError: a haystack file that cannot be read, a length too short for its task.
-    """
-    found = []
-    for task_config in config.tasks:
-        task = TASKS[task_config.name]
-        stacks = [haystacks.load(name) for name in task_config.haystacks]
-        for index in range(task_config.samples):
-            found += [
-                task.make(stack, length, depth, config.seed + index, prompter.count)
-                for length in task_config.lengths
-                for stack in stacks
-                for depth in task_config.depths
-            ]
-    return found
+    sample: Sample
+    prompt: Prompt
+    max_new_tokens: int
+
+
+type Context = list[Asked]
+"""Questions that follow one prefilled context."""
 
 
 def run(
@@ -49,67 +43,272 @@ def run(
     output: str | Path | None = None,
     overwrite: bool = False,
     environment: dict[str, Any] | None = None,
+    batch: int = 1,
+    shard: tuple[int, int] = (0, 1),
 ) -> Results:
     """Runs what `config` asks for and is not yet in the output directory's journal.
 
-    A sample that fails stays
-    in the results as wrong, with its error. The same config gives the same answers and scores,
-    in one go or resumed.
+    Up to `batch` contexts of one bucket are prefilled and decoded together. Of several processes
+    the one with `shard` (i, n) takes every n-th context. A sample that fails stays in the results
+    as wrong, with its error. The same config gives the same answers and scores, in one go or
+    resumed.
 
     Raises:
       ValueError: before anything is written: a length beyond the model's context, a budget that
         cannot be met, an output directory with results of another config.
     """
     prompter = Prompter(engine.tokenizer, config.question)
-    journal = Journal(output or config.output, config)
+    journal = Journal(output or config.output, config, shard)
     finished = {} if overwrite else journal.read()
-    planned = samples(config, prompter)
+    planned = plan(config, prompter.count)
     _check_lengths(config, engine, planned)
+    index, count = shard
+    contexts = planned.contexts()[index::count]
+    mine = [sample.id for context in contexts for sample in context]
     prompt = {
         "protocol": config.question,
         "template": {"before_user": prompter.template.head, "after_user": prompter.template.tail},
         "end_tokens": sorted(engine.tokenizer.end_tokens),
         "tokenised": "context with what precedes it, and question with what follows it, apart",
     }
-    wanted = {sample.id for sample in planned}
-    done = {name: result for name, result in finished.items() if name in wanted}
+    header = {
+        "prompt": prompt,
+        "environment": {**_environment(engine), **(environment or {})},
+        "absent": planned.absent,
+    }
+    done = {name: finished[name] for name in mine if name in finished}
+    if overwrite:
+        journal.clear()
     # Samples of a longer run stay in the journal for the next one that wants them.
-    journal.open(finished, {"prompt": prompt})
-    meter = Progress(len(planned), len(done), progress)
-    for sample in planned:
-        if sample.id in done:
-            continue
-        start = time.perf_counter()
-        result = run_sample(config, engine, prompter, sample)
-        journal.append(result)
-        done[result.id] = result
-        meter.advance(result, time.perf_counter() - start)
+    journal.open(finished, header)
+    meter = Progress(len(mine), len(done), progress)
+    clock = _Clock(engine)
+    for group in _batches(config, engine, prompter, contexts, done, batch):
+        results = [group] if isinstance(group, SampleResult) else _run_batch(config, engine, group)
+        times = clock.lap()
+        for result in results:
+            timed = dataclasses.replace(result, **times, batch=len(results))
+            journal.append(timed)
+            done[timed.id] = timed
+            meter.advance(timed, times["wall_seconds"] / len(results))
     meter.close()
     return Results(
         config=config,
-        environment={**_environment(engine), **(environment or {})},
+        environment=header["environment"],
         prompt=prompt,
-        samples=tuple(done[sample.id] for sample in planned),
+        samples=tuple(done[name] for name in mine),
+        absent=planned.absent,
     )
 
 
-def run_sample(config: Config, engine: Engine, prompter: Prompter, sample: Sample) -> SampleResult:
+class _Clock:
+    """Seconds since the last lap, all of them and the model's, without compilation."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.last = self._now()
+
+    def _now(self) -> tuple[float, float]:
+        compiling = self.engine.compile_seconds
+        return time.perf_counter() - compiling, self.engine.model_seconds
+
+    def lap(self) -> dict[str, float]:
+        before, self.last = self.last, self._now()
+        wall, model = (now - then for now, then in zip(self.last, before, strict=True))
+        return {"wall_seconds": round(wall, 4), "model_seconds": round(model, 4)}
+
+
+def _batches(
+    config: Config,
+    engine: Engine,
+    prompter: Prompter,
+    contexts: Sequence[Sequence[Planned]],
+    done: dict[str, SampleResult],
+    size: int,
+) -> Iterator[list[Context] | SampleResult]:
+    """Contexts of equal shapes together; a sample that cannot be made is its own failed result."""
+    waiting: dict[Any, list[Context]] = {}
+    for planned in contexts:
+        samples: list[Sample] = []
+        asked: Context = []
+        for one in planned:
+            if one.id in done:
+                continue
+            try:
+                samples.append(one.make())
+            except Exception as error:
+                yield _unmade(config, engine, one, error)
+        longest = max((prompter.question_tokens(sample) for sample in samples), default=0)
+        for sample in samples:
+            try:
+                asked.append(_ask(config, engine, prompter, sample, longest))
+            except Exception as error:
+                (one,) = (one for one in planned if one.id == sample.id)
+                yield _unmade(config, engine, one, error)
+        for context in _sharing(asked):
+            first = context[0]
+            if size == 1 or len(context) > 1:
+                yield [context]
+                continue
+            room = engine.room(len(first.prompt.question), first.max_new_tokens)
+            key = (engine.bucket(len(first.prompt.prefill)), room, first.max_new_tokens)
+            waiting.setdefault(key, []).append(context)
+            if len(waiting[key]) == size:
+                yield waiting.pop(key)
+    yield from waiting.values()
+
+
+def _ask(
+    config: Config, engine: Engine, prompter: Prompter, sample: Sample, longest_question: int
+) -> Asked:
+    """The sample's tokens; contexts that are shared are cut alike, for their longest question."""
+    max_new_tokens = config.max_new_tokens or sample.max_new_tokens
+    limit = engine.context_limit - max_new_tokens
+    if (most := config.max_length(sample.task)) is not None:
+        limit = min(limit, most)
+    prompt = prompter.prompt(sample, limit - longest_question)
+    return Asked(sample=sample, prompt=prompt, max_new_tokens=max_new_tokens)
+
+
+def _sharing(asked: Context) -> list[Context]:
+    """The questions that follow the very same tokens, together; all alone when it is seen."""
+    if asked and all(one.prompt.prefill == asked[0].prompt.prefill for one in asked):
+        return [asked]
+    return [[one] for one in asked]
+
+
+def _run_batch(config: Config, engine: Engine, contexts: list[Context]) -> list[SampleResult]:
     """One prefill, then the full cache alone, then each budget with all policies in one batch."""
-    prompt = prompter.prompt(sample)
     groups: list[tuple[str, int | float | str | None, list[str]]] = [("full", None, ["full"])]
     evicting = [label for label in engine.policies if label != "full"]
     groups += [(str(budget), budget, evicting) for budget in config.budgets if evicting]
-    records: list[Record] = []
+    records: dict[str, list[Record]] = {a.sample.id: [] for c in contexts for a in c}
     prefill_seconds = 0.0
     try:
-        prefilled = engine.prefill(prompt.prefill)
+        prefilled = engine.prefill([context[0].prompt.prefill for context in contexts])
         prefill_seconds = prefilled.seconds
     except Exception as error:  # a sample is never dropped, whatever went wrong in it
         for name, _, labels in groups:
-            records += [_failed(label, name, 0, error) for label in labels]
+            for found in records.values():
+                found += [_failed(label, name, 0, error) for label in labels]
     else:
         for name, budget, labels in groups:
-            records += _run_group(config, engine, sample, prompt, prefilled, name, budget, labels)
+            _run_group(engine, contexts, prefilled, name, budget, labels, records)
+    if len(contexts) > 1 and any(r.error for found in records.values() for r in found):
+        # What is too much for a batch may be well alone, and no sample pays for another.
+        return [result for c in contexts for result in _run_batch(config, engine, [c])]
+    return [
+        _result(asked, prefill_seconds, records[asked.sample.id])
+        for context in contexts
+        for asked in context
+    ]
+
+
+def _run_group(
+    engine: Engine,
+    contexts: list[Context],
+    prefilled: Prefilled,
+    name: str,
+    budget: int | float | str | None,
+    labels: Sequence[str],
+    records: dict[str, list[Record]],
+) -> None:
+    """Adds a record of every policy at one budget to every sample of the batch."""
+    asked = [one for context in contexts for one in context]
+    room = max(engine.room(len(a.prompt.question), a.max_new_tokens) for a in asked)
+    tokens = [0] * len(contexts)
+    by_layout: dict[Any, dict[str, Compressed]] = {}
+    found: dict[tuple[str, str], Record] = {}
+
+    def fail(names: Sequence[str], error: Exception, which: Sequence[Asked] = asked) -> None:
+        found.update(
+            ((label, a.sample.id), _failed(label, name, tokens[0], error))
+            for label in names
+            for a in which
+        )
+
+    for label in labels:
+        try:
+            tokens, largest = list(prefilled.lengths), prefilled.bucket
+            if budget is not None:
+                tokens = [engine.resolve(budget, length) for length in prefilled.lengths]
+                largest = engine.resolve(budget, prefilled.bucket)
+            # The layout follows from the bucket, so that its samples share one compilation.
+            layout = engine.layout(label, largest, prefilled.bucket, room)
+            compressed = engine.compress(prefilled, label, tokens, layout)
+            by_layout.setdefault(layout, {})[label] = compressed
+        except Exception as error:
+            fail([label], error)
+    # A policy that needs more slots than others must not lend its bytes to them.
+    for side_by_side in by_layout.values():
+        for number in range(len(contexts[0])):
+            asking = [context[number] for context in contexts]
+            try:
+                answers = engine.answer(
+                    prefilled,
+                    list(side_by_side.values()),
+                    [one.prompt.question for one in asking],
+                    max(one.max_new_tokens for one in asking),
+                )
+            except Exception as error:
+                fail(list(side_by_side), error, asking)
+                continue
+            for (label, compressed), texts in zip(
+                side_by_side.items(), answers.tokens, strict=True
+            ):
+                for b, (one, ids) in enumerate(zip(asking, texts, strict=True)):
+                    row = compressed.rows[b]
+                    text = engine.tokenizer.decode(ids)
+                    try:
+                        record = _record(
+                            one, label, name, tokens[b], text, row, compressed.seconds, answers
+                        )
+                    except Exception as error:
+                        record = _failed(label, name, tokens[b], error)
+                    # A full cache is not cut from anything: the copy beside the prefill's is ours.
+                    beside = 0 if label == "full" else prefilled.nbytes
+                    found[label, one.sample.id] = dataclasses.replace(
+                        record,
+                        peak_bytes=row.nbytes + beside,
+                        generated_tokens=len(ids),
+                        rows=len(side_by_side) * len(asking),
+                    )
+    for one in asked:
+        records[one.sample.id] += [found[label, one.sample.id] for label in labels]
+
+
+def _record(
+    asked: Asked,
+    label: str,
+    budget: str,
+    tokens: int,
+    text: str,
+    row: Row,
+    compress_seconds: float,
+    answers: Answers,
+) -> Record:
+    score = TASKS[asked.sample.task.split("/")[0]].score(asked.sample, text)
+    speed = answers.steps / answers.decode_seconds if answers.decode_seconds else None
+    return Record(
+        policy=label,
+        budget=budget,
+        budget_tokens=tokens,
+        answer=text,
+        score=score,
+        cache_bytes=row.nbytes,
+        alive_bytes=row.alive_nbytes,
+        kept_tokens=row.alive,
+        compress_seconds=compress_seconds,
+        question_seconds=answers.question_seconds,
+        decode_seconds=answers.decode_seconds,
+        tokens_per_second=speed,
+        needle_kept=_needle_kept(row.kept, asked.prompt.needles),
+        kept_profile=_profile(row.kept),
+    )
+
+
+def _result(asked: Asked, prefill_seconds: float, records: list[Record]) -> SampleResult:
+    sample, prompt = asked.sample, asked.prompt
     return SampleResult(
         id=sample.id,
         task=sample.task,
@@ -119,88 +318,40 @@ def run_sample(config: Config, engine: Engine, prompter: Prompter, sample: Sampl
         seed=sample.seed,
         prompt_tokens=len(prompt.prefill),
         question_tokens=len(prompt.question),
+        cut_tokens=prompt.cut,
+        max_new_tokens=asked.max_new_tokens,
         question=sample.question,
         answers=sample.answers,
         excerpt=_excerpt(sample),
-        needle_tokens=prompt.needle,
+        needle_tokens=prompt.needles,
         metadata=sample.metadata,
         prefill_seconds=prefill_seconds,
+        model_seconds=0.0,
+        wall_seconds=0.0,
+        batch=1,
         records=tuple(records),
     )
 
 
-def _run_group(
-    config: Config,
-    engine: Engine,
-    sample: Sample,
-    prompt: Prompt,
-    prefilled: Prefilled,
-    name: str,
-    budget: int | float | str | None,
-    labels: Sequence[str],
-) -> list[Record]:
-    room = engine.question_bucket(len(prompt.question)) + config.max_new_tokens
-    tokens = 0
-    records: dict[str, Record] = {}
-    by_layout: dict[Any, dict[str, Row]] = {}
-    for label in labels:
-        try:
-            tokens, largest = prefilled.length, prefilled.bucket
-            if budget is not None:
-                tokens, largest = (engine.resolve(budget, n) for n in (tokens, largest))
-            # The layout follows from the bucket, so that its samples share one compilation.
-            layout = engine.layout(label, largest, prefilled.bucket, room)
-            row = engine.compress(prefilled, label, tokens, layout)
-            by_layout.setdefault(layout, {})[label] = row
-        except Exception as error:
-            records[label] = _failed(label, name, tokens, error)
-    # A policy that needs more slots than others must not lend its bytes to them.
-    for rows in by_layout.values():
-        try:
-            records |= _answered(config, engine, sample, prompt, prefilled, name, tokens, rows)
-        except Exception as error:
-            records |= {label: _failed(label, name, tokens, error) for label in rows}
-    return [records[label] for label in labels]
-
-
-def _answered(
-    config: Config,
-    engine: Engine,
-    sample: Sample,
-    prompt: Prompt,
-    prefilled: Prefilled,
-    name: str,
-    tokens: int,
-    rows: dict[str, Row],
-) -> dict[str, Record]:
-    """The records of rows that decode side by side."""
-    answers = engine.answer(prefilled, list(rows.values()), prompt.question, config.max_new_tokens)
-    records = {}
-    for (label, row), ids in zip(rows.items(), answers.tokens, strict=True):
-        text = engine.tokenizer.decode(ids)
-        speed = answers.steps / answers.decode_seconds if answers.decode_seconds else None
-        # A full cache is not cut down from anything: the copy beside the prefill's is ours.
-        beside = 0 if label == "full" else prefilled.nbytes
-        records[label] = Record(
-            policy=label,
-            budget=name,
-            budget_tokens=tokens,
-            answer=text,
-            score=TASKS[sample.task].score(sample.answers, text),
-            cache_bytes=row.nbytes,
-            alive_bytes=row.alive_nbytes,
-            kept_tokens=row.alive,
-            peak_bytes=row.nbytes + beside,
-            compress_seconds=row.seconds,
-            question_seconds=answers.question_seconds,
-            decode_seconds=answers.decode_seconds,
-            tokens_per_second=speed,
-            generated_tokens=len(ids),
-            rows=len(rows),
-            needle_kept=_needle_kept(row.kept, prompt.needle),
-            kept_profile=_profile(row.kept),
-        )
-    return records
+def _unmade(config: Config, engine: Engine, planned: Planned, error: Exception) -> SampleResult:
+    """The result of a sample whose context or prompt could not be made."""
+    evicting = [label for label in engine.policies if label != "full"]
+    labels = [("full", "full")] + [(p, str(b)) for b in config.budgets for p in evicting]
+    sample = Sample(
+        id=planned.id,
+        task=planned.task,
+        haystack=planned.haystack,
+        seed=planned.seed,
+        depth=planned.depth,
+        length=planned.length,
+        context="",
+        question="",
+        answer_prefix="",
+        answers=(),
+        max_new_tokens=0,
+    )
+    asked = Asked(sample=sample, prompt=Prompt(prefill=[], question=[]), max_new_tokens=0)
+    return _result(asked, 0.0, [_failed(policy, budget, 0, error) for policy, budget in labels])
 
 
 def _failed(label: str, budget: str, tokens: int, error: Exception) -> Record:
@@ -208,25 +359,29 @@ def _failed(label: str, budget: str, tokens: int, error: Exception) -> Record:
     return Record(policy=label, budget=budget, budget_tokens=tokens, error=message)
 
 
-def _check_lengths(config: Config, engine: Engine, planned: Sequence[Sample]) -> None:
-    longest = max(sample.length for sample in planned)
-    if longest + config.max_new_tokens > engine.context_limit:
+def _check_lengths(config: Config, engine: Engine, planned: Plan) -> None:
+    if not planned.samples:
+        reasons = "; ".join(f"{task}: {reason}" for task, reason in planned.absent)
+        raise ValueError(f"tasks: no sample at all is there ({reasons})")
+    lengths = [sample.length for sample in planned.samples if sample.length is not None]
+    if not lengths:
+        return
+    longest, new = max(lengths), config.max_new_tokens or 1
+    if longest + new > engine.context_limit:
         raise ValueError(
-            f"length={longest} with max_new_tokens={config.max_new_tokens}: allowed by the model "
-            f"are {engine.context_limit} tokens together"
+            f"length={longest} with max_new_tokens={new}: allowed by the model are "
+            f"{engine.context_limit} tokens together"
         )
-    shortest = min(sample.length for sample in planned)
     for index, budget in enumerate(config.budgets):
         try:
-            engine.resolve(budget, shortest)
+            engine.resolve(budget, min(lengths))
         except ValueError as error:
             raise ValueError(f"budgets[{index}]={budget!r}: {error}") from error
 
 
-def _needle_kept(kept: np.ndarray, span: tuple[int, int] | None) -> float | None:
-    if span is None or span[1] <= span[0]:
-        return None
-    return round(float(kept[span[0] : span[1]].mean()), 4)
+def _needle_kept(kept: np.ndarray, spans: Sequence[tuple[int, int]]) -> float | None:
+    parts = [kept[start:end] for start, end in spans if end > start]
+    return round(float(np.concatenate(parts).mean()), 4) if parts else None
 
 
 def _profile(kept: np.ndarray) -> tuple[float, ...]:
@@ -235,7 +390,7 @@ def _profile(kept: np.ndarray) -> tuple[float, ...]:
 
 
 def _excerpt(sample: Sample) -> str:
-    start, end = sample.metadata.get("needle_span", (0, 0))
+    start, end = sample.metadata.get("needle_span") or (0, 0)
     left, right = max(0, start - _EXCERPT), min(len(sample.context), end + _EXCERPT)
     before, after = "…" if left else "", "…" if right < len(sample.context) else ""
     return before + sample.context[left:right] + after

@@ -48,9 +48,12 @@ class Progress:
         others = [r.score for r in result.records if r.policy != "full"]
         evicted = f", evicting {sum(others) / len(others):.2f}" if others else ""
         failed = f" | {self.failures} FAILED" if self.failures else ""
+        length = f" {result.length}" if result.length else f" {result.prompt_tokens} tokens"
+        depth = "" if result.depth is None else f" depth {result.depth:g}"
+        cut = f" (cut by {result.cut_tokens})" if result.cut_tokens else ""
         self.show(
-            f"[{self.done}/{self.total}] {result.task} {result.haystack} {result.length} "
-            f"depth {result.depth:g} | full {full:.2f}{evicted} | {seconds:.1f} s{failed} | "
+            f"[{self.done}/{self.total}] {result.task} {result.haystack}{length}{cut}{depth} | "
+            f"full {full:.2f}{evicted} | {seconds:.1f} s{failed} | "
             f"{duration(left)} left"
         )
 

@@ -14,7 +14,7 @@ _SENTINEL = "KVJAXUSERTURN"
 class Tokenizer(Protocol):
     end_tokens: frozenset[int]
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]: ...
     def decode(self, ids: list[int]) -> str: ...
     def chat(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str: ...
 
@@ -53,6 +53,9 @@ class Template:
         return f"\n{question}{self.tail}{gap}{answer_prefix}"
 
 
+PLAIN = Template(head="", tail="")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompt:
     """Token ids of a sample: `prefill` is compressed, `question` is extended afterwards.
@@ -63,7 +66,8 @@ class Prompt:
 
     prefill: list[int]
     question: list[int]  # empty under the protocol "seen"
-    needle: tuple[int, int] | None  # the needle's tokens within `prefill`, where the task says
+    needles: tuple[tuple[int, int], ...] = ()  # of tokens within `prefill`, where the task says
+    cut: int = 0  # tokens that were left out of the middle of the context
 
 
 class Prompter:
@@ -82,18 +86,57 @@ class Prompter:
             encode(self.template.question_text(question, answer_prefix))
         )
 
-    def prompt(self, sample: Sample) -> Prompt:
+    def question_tokens(self, sample: Sample) -> int:
+        """Tokens of what follows the context."""
+        return len(self._question(sample))
+
+    def prompt(self, sample: Sample, limit: int | None = None) -> Prompt:
+        """The sample's tokens, at most `limit` of the context: its middle goes first.
+
+        Raises:
+          ValueError: `limit` leaves nothing of the context.
+        """
         encode = self.tokenizer.encode
-        prefill = encode(self.template.context_text(sample.context))
-        question = encode(self.template.question_text(sample.question, sample.answer_prefix))
-        span = sample.metadata.get("needle_span")
-        needle = None
-        if span is not None:
-            start, end = (len(encode(self.template.context_text(sample.context[:i]))) for i in span)
-            needle = (start, end)
+        template = self.template if sample.chat else PLAIN
+        # Plain text gets what the model expects before it (a BOS); templates write it themselves.
+        plain = {} if sample.chat else {"add_special_tokens": True}
+        prefill = encode(template.context_text(sample.context), **plain)
+        question = self._question(sample)
+        cut = 0 if limit is None else max(0, len(prefill) - limit)
+        needles: tuple[tuple[int, int], ...] = ()
+        if cut >= len(prefill):
+            raise ValueError(
+                f"sample {sample.id}: its question of {len(question)} tokens and its answer leave "
+                "no room for the context; allowed is a longer max_length or a shorter answer"
+            )
+        if cut:
+            left = len(prefill) - cut
+            prefill = prefill[: left - left // 2] + prefill[len(prefill) - left // 2 :]
+        else:
+            needles = tuple(self._tokens_of(sample, template, span) for span in _spans(sample))
         if self.protocol == "seen":
-            return Prompt(prefill=prefill + question, question=[], needle=needle)
-        return Prompt(prefill=prefill, question=question, needle=needle)
+            prefill, question = prefill + question, []
+        return Prompt(prefill=prefill, question=question, needles=needles, cut=cut)
+
+    def _question(self, sample: Sample) -> list[int]:
+        template = self.template if sample.chat else PLAIN
+        text = template.question_text(sample.question, sample.answer_prefix)
+        return self.tokenizer.encode(text)
+
+    def _tokens_of(
+        self, sample: Sample, template: Template, span: tuple[int, int]
+    ) -> tuple[int, int]:
+        encode = self.tokenizer.encode
+        start, end = (len(encode(template.context_text(sample.context[:i]))) for i in span)
+        return start, end
+
+
+def _spans(sample: Sample) -> list[tuple[int, int]]:
+    """Characters of the context that hold what is asked for."""
+    spans = sample.metadata.get("needle_spans")
+    if spans is None:
+        spans = [span] if (span := sample.metadata.get("needle_span")) else []
+    return [(start, end) for start, end in spans]
 
 
 def _render(tokenizer: Tokenizer, content: str) -> str:

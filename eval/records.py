@@ -11,7 +11,7 @@ from typing import Any
 
 from eval.config import Config
 
-FORMAT = 1
+FORMAT = 2
 SAMPLES_FILE = "samples.jsonl"
 
 
@@ -50,17 +50,22 @@ class SampleResult:
     id: str
     task: str
     haystack: str
-    length: int
-    depth: float
+    length: int | None  # tokens asked for
+    depth: float | None
     seed: int
-    prompt_tokens: int
+    prompt_tokens: int  # prefilled; compressed afterwards
     question_tokens: int
+    cut_tokens: int  # left out of the middle of a context too long for the model or the config
+    max_new_tokens: int
     question: str
     answers: tuple[str, ...]
     excerpt: str  # the context around the needle
-    needle_tokens: tuple[int, int] | None  # where the needle lies in the prompt
+    needle_tokens: tuple[tuple[int, int], ...]  # where the needles lie in the prompt
     metadata: Mapping[str, Any]
-    prefill_seconds: float
+    prefill_seconds: float  # of its batch
+    model_seconds: float  # of all calls to the model for its batch, compilation left out
+    wall_seconds: float  # of its batch, compilation left out
+    batch: int  # samples that shared these times
     records: tuple[Record, ...]
 
 
@@ -72,58 +77,61 @@ class Results:
     environment: Mapping[str, Any]
     prompt: Mapping[str, Any]  # template text and end tokens
     samples: tuple[SampleResult, ...]
+    absent: tuple[tuple[str, str], ...] = ()  # tasks without samples, and why
 
     @property
     def failures(self) -> list[tuple[SampleResult, Record]]:
         return [(s, r) for s in self.samples for r in s.records if r.error is not None]
 
+    @property
+    def overhead(self) -> float | None:
+        """Share of the run's time, compilation left out, that was not the model's own calls."""
+        wall = sum(s.wall_seconds / s.batch for s in self.samples)
+        model = sum(s.model_seconds / s.batch for s in self.samples)
+        return 1 - model / wall if wall else None
+
 
 class Journal:
-    """`samples.jsonl`: a header with the config's hash, then one line per finished sample."""
+    """`samples.jsonl`: a header that says what runs, then one line per finished sample.
 
-    def __init__(self, directory: str | Path, config: Config):
-        self.path = Path(directory) / SAMPLES_FILE
+    Processes that share a run write one file each, `samples.0-of-4.jsonl` and so on; whoever
+    reads takes them together.
+    """
+
+    def __init__(self, directory: str | Path, config: Config, shard: tuple[int, int] = (0, 1)):
+        index, count = shard
+        name = SAMPLES_FILE if count == 1 else f"samples.{index}-of-{count}.jsonl"
+        self.path = Path(directory) / name
         self.config = config
 
     def read(self) -> dict[str, SampleResult]:
-        """Finished samples by id; a last line cut short by a kill is left out.
+        """Finished samples by id, of all processes; a last line cut short by a kill is left out.
 
         Raises:
-          ValueError: the file belongs to another config or is damaged.
+          ValueError: a file belongs to another config or is damaged.
         """
-        if not self.path.exists():
-            return {}
-        lines = self.path.read_bytes().split(b"\n")
-        # What follows the last line break was cut short.
-        complete = lines[:-1]
-        if not complete:
-            return {}
         found: dict[str, SampleResult] = {}
-        for number, line in enumerate(complete, 1):
-            try:
-                content = json.loads(line)
-                if number == 1:
-                    given, wanted = content["config_hash"], self.config.hash
-                    version = content["format"]
-                else:
-                    result = _sample_result(content)
-                    found[result.id] = result
-                    continue
-            except (ValueError, KeyError, TypeError) as error:
+        for path in journals(self.path.parent):
+            header, samples = read_journal(path)
+            if header is None:
+                continue
+            given = (header.get("config_hash"), header.get("format"))
+            if given != (self.config.hash, FORMAT):
                 raise ValueError(
-                    f"{self.path} line {number} is damaged; give --overwrite or another --output"
-                ) from error
-            if (given, version) != (wanted, FORMAT):
-                raise ValueError(
-                    f"{self.path} holds results of another config ({given}, this is {wanted}); "
-                    "give --overwrite or another --output"
+                    f"{path} holds results of another config ({given[0]}, this is "
+                    f"{self.config.hash}); give --overwrite or another --output"
                 )
+            found |= samples
         return found
 
     def open(self, finished: Mapping[str, SampleResult], header: Mapping[str, Any]) -> None:
         """Rewrites the file with what is finished, ready for `append`."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        first = {"format": FORMAT, "config_hash": self.config.hash, **header}
+        first = {
+            "format": FORMAT,
+            "config_hash": self.config.hash,
+            "config": self.config.mapping,
+            **header,
+        }
         lines = [json.dumps(first), *(_line(result) for result in finished.values())]
         write_atomically(self.path, "".join(f"{line}\n" for line in lines))
 
@@ -133,6 +141,44 @@ class Journal:
             file.write(_line(result) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+    def clear(self) -> None:
+        """Drops what the directory holds."""
+        for path in journals(self.path.parent):
+            path.unlink()
+
+
+def journals(directory: Path) -> list[Path]:
+    """The journals of one run."""
+    return sorted(directory.glob("samples*.jsonl"))
+
+
+def read_journal(path: Path) -> tuple[dict[str, Any] | None, dict[str, SampleResult]]:
+    """Header and finished samples by id; a last line cut short by a kill is left out.
+
+    A journal that was killed before its first line was whole has no header.
+
+    Raises:
+      ValueError: a line in it is damaged.
+    """
+    header: dict[str, Any] | None = None
+    found: dict[str, SampleResult] = {}
+    # What follows the last line break was cut short.
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            content = json.loads(line)
+            if number == 1:
+                header = dict(content)
+                if header["format"] != FORMAT:
+                    break  # its lines have other fields
+            else:
+                result = _sample_result(content)
+                found[result.id] = result
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} line {number} is damaged; give --overwrite or another --output"
+            ) from error
+    return header, found
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -155,8 +201,8 @@ def _sample_result(content: dict[str, Any]) -> SampleResult:
         Record(**{**record, "kept_profile": tuple(record["kept_profile"])})
         for record in content["records"]
     )
-    answers, needle = tuple(content["answers"]), content["needle_tokens"]
-    needle = None if needle is None else tuple(needle)
+    answers = tuple(content["answers"])
+    needles = tuple((start, end) for start, end in content["needle_tokens"])
     return SampleResult(
-        **{**content, "records": records, "answers": answers, "needle_tokens": needle}
+        **{**content, "records": records, "answers": answers, "needle_tokens": needles}
     )

@@ -1,4 +1,4 @@
-"""The stages of one sample, and what the harness asks of whatever runs them."""
+"""The stages of a batch of samples, and what the harness asks of whatever runs them."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from eval.prompt import Tokenizer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prefilled:
-    """One sample after its shared prefill."""
+    """A batch of contexts of one bucket after their shared prefill."""
 
-    logits: Any  # [1, V], of the last token
+    tokens: Any  # [B, bucket], padded
+    logits: Any  # [B, V], of the last token
     cache: Any  # the full cache of all layers
     observations: Any  # what the policies asked to see
-    length: int
+    lengths: tuple[int, ...]
     bucket: int
     seconds: float
-    nbytes: int  # of the full cache
+    nbytes: int  # of the full cache of one context
     replay_seconds: float = 0.0  # of the second pass that some policies ask for
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """One policy's compressed cache of one sample, and what it measures."""
+    """What one compressed context measures."""
 
-    cache: Any
-    seconds: float  # scoring and compaction, and the replay if the policy needs it
     nbytes: int  # sum of the sizes of its arrays
     alive_nbytes: int  # of the entries in it, without empty slots
     alive: float  # entries per KV head, mean over layers and heads
@@ -38,10 +37,21 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Answers:
-    """What rows of one capacity, decoding side by side, said."""
+class Compressed:
+    """What one policy leaves of a batch of contexts."""
 
-    tokens: list[list[int]]  # without the end token
+    cache: Any
+    logits: Any  # [B, V], of the last token of the context
+    rows: tuple[Row, ...]
+    seconds: float  # scoring and compaction, and the replay if the policy needs it
+    evicting: Any = None  # (policy, budgets [B]) of a policy that evicts while decoding
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answers:
+    """What the compressed contexts of one layout, decoding side by side, said."""
+
+    tokens: list[list[list[int]]]  # of every policy and every context; without the end token
     question_seconds: float
     decode_seconds: float
     steps: int  # decode steps until the last row stopped
@@ -62,32 +72,45 @@ class Engine(Protocol):
     def context_limit(self) -> int:
         """The most tokens, prompt and answer together, that the model was made for."""
 
+    @property
+    def compile_seconds(self) -> float:
+        """Spent on compilation so far."""
+
+    @property
+    def model_seconds(self) -> float:
+        """Spent in calls of the model so far, compilation left out."""
+
     def bucket(self, length: int) -> int:
         """The padded length of prompts of `length` tokens."""
 
-    def question_bucket(self, length: int) -> int:
-        """The padded length of questions of `length` tokens."""
+    def room(self, question: int, max_new_tokens: int) -> int:
+        """Slots for a question of so many tokens and its answer, padded as questions are."""
 
     def resolve(self, budget: int | float | str, length: int) -> int:
         """Entries per KV head that `budget` allows a prompt of `length` tokens."""
 
     def layout(self, label: str, budget: int, bucket: int, room: int) -> Hashable:
-        """Slots per head that this policy needs at `budget`, and `room` tokens more."""
+        """Slots per head that this policy needs at `budget`, and `room` tokens more.
 
-    def prefill(self, tokens: Sequence[int]) -> Prefilled:
-        """One pass over the prompt that serves every policy and every budget."""
+        Policies of one layout can decode side by side.
+        """
 
-    def compress(self, prefilled: Prefilled, label: str, budget: int, layout: Any) -> Row:
-        """The cache that the policy `label` leaves of the prefilled one."""
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefilled:
+        """One pass over prompts of one bucket that serves every policy and every budget."""
+
+    def compress(
+        self, prefilled: Prefilled, label: str, budgets: Sequence[int], layout: Any
+    ) -> Compressed:
+        """The caches that the policy `label` leaves of the prefilled ones."""
 
     def answer(
         self,
         prefilled: Prefilled,
-        rows: Sequence[Row],
-        question: Sequence[int],
+        compressed: Sequence[Compressed],
+        questions: Sequence[Sequence[int]],
         max_new_tokens: int,
     ) -> Answers:
-        """Asks all rows the same question in one batch, and decodes them greedily."""
+        """Asks every context its question in one batch, and decodes greedily."""
 
     def versions(self) -> Mapping[str, str]:
         """Of what can change a result."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from eval.haystacks import Haystack
@@ -12,40 +13,73 @@ type CountTokens = Callable[[str, str, str], int]
 """Tokens of the whole rendered prompt, given context, question and answer prefix."""
 
 
+class Absent(ValueError):
+    """A subset that cannot be made for want of a file; the report lists it with this reason."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sample:
     """One question about one context.
 
     The user turn is `context`, a line break, `question`; the reply starts with `answer_prefix`.
+    Samples that follow one another and have the same context share one prefill.
     """
 
     id: str
-    task: str
-    haystack: str
+    task: str  # with its subset: "needle", "ruler/niah_single_1", "longbench/qasper"
+    haystack: str  # kind of text around the answer; "documents" for samples read from files
     seed: int
-    depth: float  # where the answer was asked to lie: 0 is the start of the context, 1 its end
-    length: int  # tokens asked for, chat template included
+    depth: float | None  # where the answer was asked to lie: 0 is the start of the context, 1 its end
+    length: int | None  # tokens asked for, chat template included; None: as long as it came
     context: str
     question: str
     answer_prefix: str
     answers: tuple[str, ...]
+    max_new_tokens: int
+    chat: bool = True  # False: the prompt is plain text, as few-shot and completion tasks want it
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Task:
-    """A generator of samples and the score of an answer.
+class Request:
+    """One sample to generate. The same request gives the same sample, on any machine."""
 
-    make(haystack, length, depth, seed, count_tokens) is deterministic in its arguments and raises
-    ValueError where `length` cannot be met within 2 %. score(answers, text) is in [0, 1].
+    subset: str  # "" for a task without subsets
+    haystack: Haystack | None  # None where the subset brings its own text
+    length: int
+    depth: float | None
+    seed: int
+    count_tokens: CountTokens
+    path: Path | None = None  # file of questions, for the subsets that need one
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """Where samples come from and how an answer is scored.
+
+    Exactly one of `make` and `load` is given. `make(request)` raises ValueError where the length
+    cannot be met within 2 %, Absent where its file is missing. `load(path, subset)` returns every
+    sample of a file or directory in its order, and raises ValueError naming line and field.
+    `score(sample, answer)` is in [0, 1].
     """
 
     name: str
     summary: str
-    make: Callable[[Haystack, int, float, int, CountTokens], Sample]
-    score: Callable[[tuple[str, ...], str], float]
+    score: Callable[[Sample, str], float]
+    make: Callable[[Request], Sample] | None = None
+    load: Callable[[Path, str], list[Sample]] | None = None
+    subsets: tuple[str, ...] = ()
+    depths: bool = False  # whether a config chooses depths; else the seed draws them
+    # Haystack kinds a subset is defined with, where the config names none; () for one that brings
+    # its own text whatever the config says.
+    haystacks: Callable[[str], tuple[str, ...]] = lambda subset: ("prose",)
 
 
-def string_match(answers: tuple[str, ...], text: str) -> float:
+def string_match(sample: Sample, text: str) -> float:
     """Share of the answers that occur in `text`, case ignored (RULER's string_match_all)."""
-    return sum(answer.lower() in text.lower() for answer in answers) / len(answers)
+    return sum(a.lower() in text.lower() for a in sample.answers) / len(sample.answers)
+
+
+def string_match_any(sample: Sample, text: str) -> float:
+    """1 where any of the answers occurs in `text`, case ignored (RULER's string_match_part)."""
+    return float(any(a.lower() in text.lower() for a in sample.answers))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import numpy as np
 
 from eval import config
-from eval.stages import Answers, Prefilled, Row
+from eval.stages import Answers, Compressed, Prefilled, Row
 
 
 class WordTokenizer:
@@ -19,7 +20,8 @@ class WordTokenizer:
         self.words = ["<end>", "<|im_end|>"]
         self.ids = {word: i for i, word in enumerate(self.words)}
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        del add_special_tokens
         found = []
         for word in re.findall(r"<\|\w+\|>| ?[A-Za-z]+| ?\d|\s|[^\w\s]", text):
             if word not in self.ids:
@@ -41,13 +43,24 @@ class FakeEngine:
     """Policies: "full" keeps all, "first" the first tokens, "last" the last, "broken" raises."""
 
     context_limit = 4096
+    compile_seconds = 0.0
 
-    def __init__(self, labels=("full", "first", "last"), fail_prefill=(), stop_after=None, wide=()):
+    def __init__(
+        self,
+        labels=("full", "first", "last"),
+        fail_prefill=(),
+        stop_after=None,
+        wide=(),
+        most=10**9,
+    ):
         self.tokenizer = WordTokenizer()
         self.policies = dict.fromkeys(labels)
         self.prefills: list[int] = []
         self.batches: list[int] = []
         self.shapes: set[tuple[int, int, int]] = set()
+        self.prefill_batches: list[int] = []
+        self.model_seconds = 0.0
+        self.most = most  # contexts in one prefill
         self.fail_prefill = set(fail_prefill)
         self.stop_after = stop_after
         self.wide = wide
@@ -55,8 +68,8 @@ class FakeEngine:
     def bucket(self, length: int) -> int:
         return -(-length // 64) * 64
 
-    def question_bucket(self, length: int) -> int:
-        return -(-length // 16) * 16
+    def room(self, question: int, max_new_tokens: int) -> int:
+        return -(-question // 16) * 16 + max_new_tokens
 
     def resolve(self, budget, length: int) -> int:
         return round(budget * length) if isinstance(budget, float) else min(int(budget), length)
@@ -64,50 +77,60 @@ class FakeEngine:
     def layout(self, label: str, budget: int, bucket: int, room: int) -> int:
         return (bucket if label in ("full", *self.wide) else budget) + room
 
-    def prefill(self, tokens) -> Prefilled:
-        if self.stop_after is not None and len(self.prefills) == self.stop_after:
+    def prefill(self, prompts) -> Prefilled:
+        if self.stop_after is not None and len(self.prefills) >= self.stop_after:
             raise KeyboardInterrupt
-        self.prefills.append(len(tokens))
-        if len(self.prefills) in self.fail_prefill:
+        for tokens in prompts:
+            self.prefills.append(len(tokens))
+        self.prefill_batches.append(len(prompts))
+        if len(self.prefills) in self.fail_prefill or len(prompts) > self.most:
             raise RuntimeError("out of <memory>")
+        bucket = self.bucket(max(map(len, prompts)))
+        self.model_seconds += 0.5
         return Prefilled(
+            tokens=None,
             logits=None,
-            cache=list(tokens),
+            cache=[list(tokens) for tokens in prompts],
             observations=None,
-            length=len(tokens),
-            bucket=self.bucket(len(tokens)),
+            lengths=tuple(map(len, prompts)),
+            bucket=bucket,
             seconds=0.5,
-            nbytes=8 * self.bucket(len(tokens)),
+            nbytes=8 * bucket,
         )
 
-    def compress(self, prefilled: Prefilled, label: str, budget: int, layout: int) -> Row:
+    def compress(self, prefilled: Prefilled, label: str, budgets, layout: int) -> Compressed:
         if label == "broken":
             raise RuntimeError("scores are not finite")
         self.shapes.add((prefilled.bucket, layout, len(self.policies)))
-        tokens = prefilled.cache
-        kept = {"full": tokens, "first": tokens[:budget], "last": tokens[-budget:]}[label]
-        share = np.zeros(prefilled.length)
-        share[: len(kept)] = 1
-        if label == "last":
-            share = share[::-1]
-        return Row(
-            cache=kept,
-            seconds=0.1,
-            nbytes=8 * layout,
-            alive_nbytes=8 * len(kept),
-            alive=float(len(kept)),
-            kept=share,
-        )
+        caches, rows = [], []
+        for tokens, budget in zip(prefilled.cache, budgets, strict=True):
+            kept = {"full": tokens, "first": tokens[:budget], "last": tokens[-budget:]}[label]
+            share = np.zeros(len(tokens))
+            share[: len(kept)] = 1
+            if label == "last":
+                share = share[::-1]
+            caches.append(kept)
+            rows.append(
+                Row(
+                    nbytes=8 * layout,
+                    alive_nbytes=8 * len(kept),
+                    alive=float(len(kept)),
+                    kept=share,
+                )
+            )
+        return Compressed(cache=caches, logits=None, rows=tuple(rows), seconds=0.1)
 
-    def answer(self, prefilled, rows, question, max_new_tokens) -> Answers:
+    def answer(self, prefilled, compressed, questions, max_new_tokens) -> Answers:
         del prefilled
-        self.batches.append(len(rows))
+        self.batches.append(len(compressed))
         answers = []
-        for row in rows:
-            text = self.tokenizer.decode(row.cache + list(question))
-            number = re.search(r"special magic numbers for \S+ is: (\d+)", text)
-            answer = f" {number[1]}." if number else " I do not know."
-            answers.append(self.tokenizer.encode(answer)[:max_new_tokens])
+        for policy in compressed:
+            answers.append([])
+            for kept, question in zip(policy.cache, questions, strict=True):
+                text = self.tokenizer.decode(kept + list(question))
+                number = re.search(r"special magic numbers for \S+ is: (\d+)", text)
+                answer = f" {number[1]}." if number else " I do not know."
+                answers[-1].append(self.tokenizer.encode(answer)[:max_new_tokens])
         return Answers(tokens=answers, question_seconds=0.2, decode_seconds=0.4, steps=8)
 
     def versions(self) -> dict[str, str]:
@@ -138,3 +161,8 @@ def ignoring_times(results) -> list:
         (s.id, s.prompt_tokens, [(r.policy, r.budget, r.answer, r.score) for r in s.records])
         for s in results.samples
     ]
+
+
+def untimed(results) -> list:
+    """The samples without the wall's times; the fake's own are constant."""
+    return [dataclasses.replace(s, wall_seconds=0, model_seconds=0) for s in results.samples]

@@ -29,7 +29,8 @@ def test_a_good_config_is_read_with_its_defaults():
     read = config.from_mapping(GOOD)
     assert read.budgets == (0.5, 128, "bytes: 1000000", "bytes: 5")
     assert [p.label for p in read.policies] == ["full", "snapkv(window=16)"]
-    assert (read.question, read.seed, read.num_samples) == ("hidden", 0, 4)
+    assert (read.question, read.seed, read.max_new_tokens) == ("hidden", 0, None)
+    assert config.from_mapping(read.mapping) == read
 
 
 BAD = [
@@ -53,6 +54,14 @@ BAD = [
     (changed(task_depths=[1.5]), r"depths\[0\]=1.5: allowed: numbers in \[0, 1\]"),
     (changed(task_depths=[float("nan")]), r"depths\[0\]=nan"),
     (changed(task_samples=0), "samples=0"),
+    (changed(task_subsets=["vt"]), r"tasks\[0\].subsets: task needle does not take it"),
+    (changed(task_max_length=9), r"tasks\[0\].max_length: task needle does not take it"),
+    (changed(task_name="longbench"), r"tasks\[0\].lengths: task longbench does not take it"),
+    (changed(tasks=[{"name": "longbench"}]), r"missing key 'path' in tasks\[0\]: task longbench"),
+    (
+        changed(tasks=[{"name": "ruler", "subset": "nia", "lengths": [9], "samples": 1}]),
+        r"tasks\[0\].subsets\[0\]='nia'",
+    ),
     (changed(policies=[{"a": {}, "b": {}}]), r"policies\[0\]="),
     (changed(policies=[{"snapkv": {"window": [1]}}]), r"policies\[0\].snapkv.window=\[1\]"),
     (changed(policies=["knorm", "knorm"]), "'knorm' is given twice"),

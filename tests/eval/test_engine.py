@@ -47,44 +47,116 @@ def test_samples_of_one_bucket_compile_nothing_new(loaded, run_config, tmp_path)
 
 def test_policies_side_by_side_answer_as_each_alone(loaded, run_config):
     runner = engine.build(run_config, loaded)
-    prefilled = runner.prefill(list(range(5, 130)))
+    prefilled = runner.prefill([list(range(5, 130))])
     question = list(range(300, 320))
-    rows = [runner.compress(prefilled, name, 40, (100, None)) for name in POLICIES[1:]]
-    together = runner.answer(prefilled, rows, question, 8)
+    rows = [runner.compress(prefilled, name, [40], engine.Layout(capacity=100)) for name in POLICIES[1:]]
+    together = runner.answer(prefilled, rows, [question], 8)
     for row, tokens in zip(rows, together.tokens, strict=True):
-        assert runner.answer(prefilled, [row], question, 8).tokens == [tokens]
+        assert runner.answer(prefilled, [row], [question], 8).tokens == [tokens]
 
 
 def test_bytes_are_those_of_the_arrays_and_budgets_hold(loaded, run_config):
     runner = engine.build(run_config, loaded)
-    prefilled = runner.prefill(list(range(5, 130)))
+    prefilled = runner.prefill([list(range(5, 130))])
     for name in POLICIES[1:]:
-        row = runner.compress(prefilled, name, 40, (100, None))
-        assert row.nbytes == sum(leaf.nbytes for leaf in jax.tree.leaves(row.cache))
+        row = runner.compress(prefilled, name, [40], engine.Layout(capacity=100))
+        (measured,) = row.rows
+        assert measured.nbytes == sum(leaf.nbytes for leaf in jax.tree.leaves(row.cache))
         per_entry = 2 * CONFIG.head_dim * 4 + 4
-        assert row.alive == 40
-        assert row.alive_nbytes == 40 * CONFIG.num_layers * CONFIG.num_kv_heads * per_entry
-        assert row.kept.shape == (125,) and row.kept.sum() == pytest.approx(40)
-        assert np.all((row.kept >= 0) & (row.kept <= 1))
+        assert measured.alive == 40
+        assert measured.alive_nbytes == 40 * CONFIG.num_layers * CONFIG.num_kv_heads * per_entry
+        assert measured.kept.shape == (125,) and measured.kept.sum() == pytest.approx(40)
+        assert np.all((measured.kept >= 0) & (measured.kept <= 1))
 
 
 def test_the_full_cache_answers_as_one_pass_over_everything(loaded, run_config):
     runner = engine.build(run_config, loaded)
     prompt, question = list(range(5, 130)), list(range(300, 320))
-    whole = runner.prefill(prompt + question)
-    parts = runner.prefill(prompt)
-    full = [runner.compress(p, "full", p.length, (200, None)) for p in (whole, parts)]
-    seen = runner.answer(whole, full[:1], [], 8)
-    hidden = runner.answer(parts, full[1:], question, 8)
+    whole = runner.prefill([prompt + question])
+    parts = runner.prefill([prompt])
+    full = [runner.compress(p, "full", p.lengths, engine.Layout(capacity=200)) for p in (whole, parts)]
+    seen = runner.answer(whole, full[:1], [[]], 8)
+    hidden = runner.answer(parts, full[1:], [question], 8)
     assert seen.tokens == hidden.tokens and seen.question_seconds == 0
 
 
-@pytest.mark.parametrize("option", [{"prefill": "chunked"}, {"decode_interval": 8}, {"chunk": 64}])
-def test_a_schedule_that_cannot_share_a_prefill_is_refused(option):
-    name, value = next(iter(option.items()))
-    policy = config.PolicyConfig(name="snapkv", options=((name, value),))
-    with pytest.raises(ValueError, match=rf"policies\[0\]\.snapkv\.{name}={value!r}"):
-        engine.build_policies([policy])
+def test_a_batch_of_contexts_answers_as_each_alone(loaded, run_config):
+    runner = engine.build(run_config, loaded)
+    prompts = [list(range(5, 130)), list(range(200, 310)), list(range(400, 520))]
+    questions = [list(range(300, 320)), list(range(9, 14)), list(range(50, 63))]
+    layout, budgets = engine.Layout(capacity=100), [40, 30, 60]
+
+    def answers(which):
+        prefilled = runner.prefill([prompts[i] for i in which])
+        rows = [
+            runner.compress(prefilled, name, [budgets[i] for i in which], layout)
+            for name in POLICIES[1:]
+        ]
+        measured = [[row.alive for row in policy.rows] for policy in rows]
+        said = runner.answer(prefilled, rows, [questions[i] for i in which], 8).tokens
+        return measured, said
+
+    alive, together = answers([0, 1, 2])
+    for i in range(3):
+        alone = answers([i])
+        assert [policy[i] for policy in together] == [policy[0] for policy in alone[1]]
+        assert [policy[i] for policy in alive] == [policy[0] for policy in alone[0]]
+
+
+def test_published_schedules_give_way_to_the_shared_prefill_unless_asked_for():
+    def built(**options):
+        config_ = config.PolicyConfig(name="streaming", options=tuple(options.items()))
+        return engine.build_policies([config_])[config_.label].schedule
+
+    assert built().decode_interval is None and built().prefill == "whole"
+    assert built(decode_interval=8).decode_interval == 8
+    assert (built(prefill="chunked", chunk=64).prefill, built(chunk=64).prefill) == (
+        "chunked",
+        "whole",
+    )
+
+
+def test_a_policy_that_evicts_while_decoding_stays_within_its_budget(loaded, run_config):
+    options = (("decode_interval", 4),)
+    policies = [config.PolicyConfig(name="streaming", options=options)]
+    runner = engine.KvjaxEngine(loaded, engine.build_policies(policies))
+    prefilled = runner.prefill([list(range(5, 130))])
+    (label,) = set(runner.policies) - {"full"}
+    layout = runner.layout(label, 40, prefilled.bucket, runner.room(20, 64))
+    assert layout.alone == label and layout.capacity < 40 + 64
+    compressed = runner.compress(prefilled, label, [40], layout)
+    answers = runner.answer(prefilled, [compressed], [list(range(300, 320))], 64)
+    model, policy = runner.model, runner.policies[label]
+    logits, cache = kvjax.prefill(
+        model, [list(range(5, 130))], policy=policy, budget=40, capacity=layout.capacity
+    )
+    logits, cache = kvjax.extend(model, cache, [list(range(300, 320))], policy=policy, budget=40)
+    expected = kvjax.generate(
+        model,
+        cache,
+        logits,
+        max_new_tokens=64,
+        end_tokens=runner.tokenizer.end_tokens,
+        policy=policy,
+        budget=40,
+    )
+    assert answers.tokens == [[np.asarray(expected.tokens)[0, : expected.lengths[0]].tolist()]]
+
+
+def test_a_chunked_policy_has_a_prefill_of_its_own(loaded, run_config):
+    options = (("chunk", 32), ("prefill", "chunked"))
+    policies = [config.PolicyConfig(name="knorm", options=options)]
+    runner = engine.KvjaxEngine(loaded, engine.build_policies(policies))
+    (label,) = set(runner.policies) - {"full"}
+    prompt = list(range(5, 130))
+    prefilled = runner.prefill([prompt])
+    layout = runner.layout(label, 40, prefilled.bucket, 64)
+    compressed = runner.compress(prefilled, label, [40], layout)
+    logits, cache = kvjax.prefill(
+        runner.model, [prompt], policy=runner.policies[label], budget=40, room=64
+    )
+    np.testing.assert_allclose(compressed.logits, logits, rtol=1e-5, atol=1e-5)
+    assert np.array_equal(compressed.cache.positions[..., :40], cache.positions[..., :40])
 
 
 @pytest.mark.model

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from eval import haystacks
 from eval.prompt import Prompter, Template
 from eval.tasks import TASKS
+from eval.tasks.base import Request
 from tests.eval.fakes import WordTokenizer
 
 
 def sample(prompter):
-    return TASKS["needle"].make(haystacks.load("noise"), 300, 0.5, 0, prompter.count)
+    request = Request(
+        subset="",
+        haystack=haystacks.load("noise"),
+        length=300,
+        depth=0.5,
+        seed=0,
+        count_tokens=prompter.count,
+    )
+    return TASKS["needle"].make(request)
 
 
 def test_the_two_parts_join_to_the_rendered_template():
@@ -38,8 +49,38 @@ def test_the_needle_is_where_the_prompt_says():
     prompter = Prompter(tokenizer)
     item = sample(prompter)
     prompt = prompter.prompt(item)
-    start, end = prompt.needle
+    ((start, end),) = prompt.needles
     assert tokenizer.decode(prompt.prefill[start:end]).strip() == item.metadata["needle"]
+
+
+@pytest.mark.parametrize("protocol", ["hidden", "seen"])
+def test_a_long_context_loses_its_middle_and_nothing_else(protocol):
+    tokenizer = WordTokenizer()
+    prompter = Prompter(tokenizer, protocol)
+    item = sample(prompter)
+    whole = Prompter(tokenizer).prompt(item)
+    length = len(whole.prefill)
+    assert prompter.prompt(item, length).cut == 0
+    cut = prompter.prompt(item, length - 101)
+    assert cut.cut == 101 and cut.needles == ()
+    left = length - 101
+    first, last = left - left // 2, left // 2
+    joined = cut.prefill + cut.question
+    assert joined == whole.prefill[:first] + whole.prefill[-last:] + whole.question
+
+
+def test_a_limit_that_leaves_no_context_is_refused():
+    prompter = Prompter(WordTokenizer())
+    with pytest.raises(ValueError, match=r"its question of \d+ tokens and its answer leave no"):
+        prompter.prompt(sample(prompter), 0)
+
+
+def test_plain_samples_get_no_template():
+    tokenizer = WordTokenizer()
+    item = dataclasses.replace(sample(Prompter(tokenizer)), chat=False)
+    prompt = Prompter(tokenizer).prompt(item)
+    assert tokenizer.decode(prompt.prefill) == item.context
+    assert tokenizer.decode(prompt.question) == f"\n{item.question}{item.answer_prefix}"
 
 
 @pytest.mark.parametrize(

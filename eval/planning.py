@@ -1,0 +1,168 @@
+"""Which samples a config asks for, in the order of the run, each made when its turn comes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from eval import haystacks
+from eval.config import Config, TaskConfig
+from eval.tasks import TASKS
+from eval.tasks.base import Absent, CountTokens, Request, Sample, Task
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A sample to come. Neighbours with the same `context_key` share one context."""
+
+    id: str
+    task: str
+    haystack: str
+    seed: int
+    length: int | None
+    depth: float | None
+    context_key: str
+    make: Callable[[], Sample]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Every sample of a run, and the tasks that have none, with the reason."""
+
+    samples: tuple[Planned, ...]
+    absent: tuple[tuple[str, str], ...]
+
+    def contexts(self) -> list[list[Planned]]:
+        """The samples, those of one context together."""
+        groups = itertools.groupby(self.samples, key=lambda planned: planned.context_key)
+        return [list(group) for _, group in groups]
+
+
+def plan(config: Config, count_tokens: CountTokens) -> Plan:
+    """Reads the files of all tasks and makes the first sample of every cell, to check them.
+
+    Raises:
+      ValueError: a file that cannot be read, a length too short for its task.
+    """
+    samples: list[Planned] = []
+    absent: dict[str, str] = {}
+    for task_config in config.tasks:
+        task = TASKS[task_config.name]
+        cells = _loaded if task.load is not None else _generated
+        samples += cells(config, task_config, task, count_tokens, absent)
+    repeated = [i for i, n in _counts(planned.id for planned in samples).items() if n > 1]
+    if repeated:
+        raise ValueError(f"tasks: sample {repeated[0]!r} is asked for twice; ask for it once")
+    return Plan(samples=tuple(samples), absent=tuple(absent.items()))
+
+
+def name(task: str, subset: str) -> str:
+    """The task as tables show it: "needle", "ruler/vt"."""
+    return f"{task}/{subset}" if subset else task
+
+
+def _generated(
+    config: Config,
+    task_config: TaskConfig,
+    task: Task,
+    count_tokens: CountTokens,
+    absent: dict[str, str],
+) -> list[Planned]:
+    """Seed by seed, so that a prefix of the run covers all cells."""
+    rounds: list[list[Planned]] = [[] for _ in range(task_config.samples or 1)]
+    for subset in task_config.subsets or task.subsets or ("",):
+        full_name = name(task.name, subset)
+        own = task.haystacks(subset)
+        kinds: tuple[str | None, ...] = (task_config.haystacks or own) if own else (None,)
+        for length, kind, depth in itertools.product(
+            task_config.lengths, kinds, task_config.depths or (None,)
+        ):
+            stack = None if kind is None else haystacks.load(kind)
+            cell = (stack.kind if stack else "own", str(length))
+            place = "/".join((full_name, *cell, *(() if depth is None else (f"d{depth:g}",))))
+            try:
+                for index, planned in enumerate(rounds):
+                    request = Request(
+                        subset=subset,
+                        haystack=stack,
+                        length=length,
+                        depth=depth,
+                        seed=config.seed + index,
+                        count_tokens=count_tokens,
+                        path=None if task_config.path is None else Path(task_config.path),
+                    )
+                    make = _maker(task, request, f"{place}/s{request.seed}")
+                    if index == 0:
+                        make = _made(make())
+                    planned.append(
+                        Planned(
+                            id=f"{place}/s{request.seed}",
+                            task=full_name,
+                            haystack=stack.kind if stack else "own",
+                            seed=request.seed,
+                            length=length,
+                            depth=depth,
+                            context_key=f"{place}/s{request.seed}",
+                            make=make,
+                        )
+                    )
+            except Absent as error:
+                absent[full_name] = str(error)
+    return [planned for round_ in rounds for planned in round_]
+
+
+def _loaded(
+    config: Config,
+    task_config: TaskConfig,
+    task: Task,
+    count_tokens: CountTokens,
+    absent: dict[str, str],
+) -> list[Planned]:
+    """File by file in its order, at most `samples` contexts of each."""
+    del config, count_tokens
+    assert task.load is not None and task_config.path is not None
+    found: list[Planned] = []
+    for subset in task_config.subsets or task.subsets or ("",):
+        full_name = name(task.name, subset)
+        try:
+            samples = task.load(Path(task_config.path), subset)
+        except Absent as error:
+            absent[full_name] = str(error)
+            continue
+        groups = itertools.groupby(samples, key=lambda sample: sample.context)
+        for index, (_, group) in enumerate(itertools.islice(groups, task_config.samples)):
+            found += [
+                Planned(
+                    id=sample.id,
+                    task=sample.task,
+                    haystack=sample.haystack,
+                    seed=sample.seed,
+                    length=sample.length,
+                    depth=sample.depth,
+                    context_key=f"{full_name}/{index}",
+                    make=_made(sample),
+                )
+                for sample in group
+            ]
+    return found
+
+
+def _maker(task: Task, request: Request, sample_id: str) -> Callable[[], Sample]:
+    def make() -> Sample:
+        assert task.make is not None
+        return dataclasses.replace(task.make(request), id=sample_id)
+
+    return make
+
+
+def _made(sample: Sample) -> Callable[[], Sample]:
+    return lambda: sample
+
+
+def _counts(items: Iterator[str]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for item in items:
+        counts[item] = counts.get(item, 0) + 1
+    return counts
