@@ -1,4 +1,4 @@
-"""Text to hide things in: repeated noise, prose from the standard library, the user's own file."""
+"""Text to hide things in: noise, made-up sentences, the standard library's prose, a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-KINDS = ("noise", "prose")
+from eval import sentences
+
+KINDS = ("noise", "sentences", "prose")
 
 _NOISE = (
     "The grass is green. ",
@@ -42,7 +44,7 @@ class Haystack:
         return hashlib.sha256("".join(self.sentences).encode()).hexdigest()
 
     def stream(self, rng: random.Random) -> Iterator[str]:
-        """Endless sentences; prose starts at a random paragraph, noise at its beginning."""
+        """Endless sentences; noise starts at its beginning, all else at a random paragraph."""
         start = 0
         if not self.breaks_at_lines:
             last = len(self.sentences) - 1
@@ -52,18 +54,25 @@ class Haystack:
 
 
 def load(name: str) -> Haystack:
-    """The haystack called `name`: "noise", "prose" or "file:PATH".
+    """The haystack called `name`: "noise", "sentences", "prose" or "file:PATH".
 
     Raises:
       ValueError: unknown name, or a file that is missing, not UTF-8 or has no text.
     """
     if name == "noise":
         return Haystack("noise", _NOISE, True, "RULER's noise sentences")
+    if name == "sentences":
+        return _made_up()
     if name == "prose":
         return _prose()
     if name.startswith("file:"):
         return _file(Path(name.removeprefix("file:")).expanduser())
     raise ValueError(f"haystack {name!r}: allowed are {', '.join(KINDS)} and file:PATH")
+
+
+@functools.cache
+def _made_up() -> Haystack:
+    return Haystack("sentences", sentences.sentences(), False, sentences.source())
 
 
 @functools.cache
