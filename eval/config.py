@@ -96,7 +96,17 @@ class Config:
 
 
 def load(path: str | Path) -> Config:
-    """Reads a YAML file.
+    """The config of a YAML file with one model; errors as in `load_all`."""
+    configs = load_all(path)
+    if len(configs) > 1:
+        raise ValueError(f"config {str(path)!r} has {len(configs)} models: allowed here is one")
+    return configs[0]
+
+
+def load_all(path: str | Path) -> tuple[Config, ...]:
+    """One config per model of a YAML file: `model: NAME`, or `models: [NAME, ...]`.
+
+    With several models each has a directory of its own within `output`.
 
     Raises:
       ValueError: in one line: the key, what was given, what is allowed.
@@ -114,9 +124,26 @@ def load(path: str | Path) -> Config:
         problem = getattr(error, "problem", None) or "not YAML"
         raise ValueError(f"config {str(path)!r}{where}: {problem}; YAML is needed") from error
     try:
-        return from_mapping(content)
+        if not isinstance(content, Mapping) or "models" not in content:
+            return (from_mapping(content),)
+        return _with_each_model(content)
     except ValueError as error:
         raise ValueError(f"config {str(path)!r}: {error}") from error
+
+
+def _with_each_model(content: Mapping[str, Any]) -> tuple[Config, ...]:
+    if "model" in content:
+        raise ValueError("keys 'model' and 'models' are both given; give one")
+    models = [_text(f"models[{i}]", m) for i, m in enumerate(_list("models", content["models"]))]
+    _unique("models", models)
+    rest = {key: value for key, value in content.items() if key != "models"}
+    configs = [from_mapping({**rest, "model": model}) for model in models]
+    if len(configs) == 1:
+        return tuple(configs)
+    return tuple(
+        dataclasses.replace(config, output=f"{config.output}/{config.model.replace('/', '--')}")
+        for config in configs
+    )
 
 
 def from_mapping(content: Any) -> Config:

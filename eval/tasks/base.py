@@ -29,7 +29,7 @@ class Sample:
     task: str  # with its subset: "needle", "ruler/niah_single_1", "longbench/qasper"
     haystack: str  # kind of text around the answer; "documents" for samples read from files
     seed: int
-    depth: float | None  # where the answer was asked to lie: 0 is the start of the context, 1 its end
+    depth: float | None  # where the answer was asked to lie: 0 the context's start, 1 its end
     length: int | None  # tokens asked for, chat template included; None: as long as it came
     context: str
     question: str

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 DESCRIPTION = """\
 Compare policies and budgets on tasks. Every policy answers the same samples from one shared
-prefill per sample. Prints a table per haystack; writes samples.jsonl as it goes, then
+prefill per context. Prints a table per task and length; writes samples.jsonl as it goes, then
 results.json, results.md and report.html. A killed run goes on where it was when the same
 command is given again."""
 EXAMPLE = "kvjax eval --config configs/demo.yaml --haystack book.txt --output runs/book"
@@ -19,6 +21,7 @@ EXAMPLE = "kvjax eval --config configs/demo.yaml --haystack book.txt --output ru
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     parser.add_argument("--config", metavar="FILE", help="YAML file that says what to run")
+    parser.add_argument("--model", metavar="MODEL", help="model instead of the config's")
     parser.add_argument(
         "--haystack",
         metavar="FILE",
@@ -29,7 +32,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--samples",
         metavar="N",
         type=int,
-        help="samples for every haystack, length and depth instead of the config's",
+        help="samples of every cell (contexts of every file) instead of the config's",
+    )
+    parser.add_argument(
+        "--lengths", metavar="N,...", help="prompt lengths of generated tasks, in tokens"
+    )
+    parser.add_argument(
+        "--batch",
+        metavar="N",
+        type=int,
+        help="contexts of one length that run together; default the number of devices",
+    )
+    parser.add_argument(
+        "--shard",
+        metavar="I/N",
+        help="run every N-th context only, from the I-th (0-based): N processes share a run",
     )
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument(
@@ -40,7 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--list", action="store_true", help="show tasks, haystacks and policies")
     parser.add_argument(
-        "--dry-run", action="store_true", help="check the config and show what would run"
+        "--dry-run",
+        action="store_true",
+        help="check the config and show what would run and about how long it takes",
     )
 
 
@@ -52,68 +71,134 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.list:
         return _list()
-    config = _config(args)
-    directory = Path(config.output)
-    _check_output(directory, args)
+    shard = _shard(args.shard)
+    if args.batch is not None and args.batch < 1:
+        raise ValueError(f"--batch={args.batch}: allowed: integers >= 1")
+    configs = _configs(args)
+    for config in configs:
+        _check_output(Path(config.output), args)
 
     from eval import engine
 
-    policies = engine.build_policies(config.policies)
+    policies = engine.build_policies(configs[0].policies)
     if args.dry_run:
-        return _dry_run(config, tuple(policies))
+        for config in configs:
+            _dry_run(config, tuple(policies))
+        return 0
+    return max(_run(config, policies, args, shard) for config in configs)
+
+
+def _run(config: Any, policies: Any, args: argparse.Namespace, shard: tuple[int, int]) -> int:
+    import jax
 
     import kvjax
-    from eval import harness, report, tables
+    from eval import engine, harness, report, tables
     from eval.progress import Printer
 
+    directory = Path(config.output)
     loaded = kvjax.load(config.model)
     if loaded.tokenizer is None:
         raise ValueError(f"model {config.model!r} has no tokenizer: eval needs one beside it")
     runner = engine.KvjaxEngine(loaded, policies)
-    results = harness.run(config, runner, Printer(), directory, args.overwrite)
-    paths = report.write(results, directory)
-    print(tables.text(results))
-    print(f"\n{tables.NOTES}")
-    for path in paths:
-        print(path)
+    results = harness.run(
+        config,
+        runner,
+        Printer(),
+        directory,
+        args.overwrite,
+        batch=args.batch or len(jax.local_devices()),
+        shard=shard,
+    )
+    if shard[1] > 1:
+        print(f"{directory}: part {shard[0]} of {shard[1]} is done; kvjax report merges the parts")
+    else:
+        paths = report.write(results, directory)
+        print(tables.text(results))
+        print(f"\n{tables.NOTES}")
+        for path in paths:
+            print(path)
+    _warn(results)
     failed, total = len(results.failures), sum(len(s.records) for s in results.samples)
-    if failed:
-        print(f"{failed} of {total} answers failed; the report lists them", file=sys.stderr)
     return 1 if failed == total else 0
 
 
-def _config(args: argparse.Namespace) -> Any:
+def _warn(results: Any) -> None:
+    """What a reader of the scores has to know, one line each."""
+    for task, reason in results.absent:
+        print(f"{task} is absent: {reason}", file=sys.stderr)
+    if cut := sum(s.cut_tokens > 0 for s in results.samples):
+        print(
+            f"{cut} of {len(results.samples)} contexts were too long: their middle was cut",
+            file=sys.stderr,
+        )
+    if failed := len(results.failures):
+        total = sum(len(s.records) for s in results.samples)
+        print(f"{failed} of {total} answers failed; the report lists them", file=sys.stderr)
+
+
+def _configs(args: argparse.Namespace) -> list[Any]:
+    """The configs of the file, one per model, with what the command line changes."""
     from eval import config as config_module
     from eval import haystacks
 
     if args.config is None:
         raise ValueError("eval needs --config FILE (see kvjax eval --help)")
-    config = config_module.load(args.config)
+    if args.samples is not None and args.samples < 1:
+        raise ValueError(f"--samples={args.samples}: allowed: integers >= 1")
+    if args.output is not None and not args.output.strip():
+        raise ValueError(f"--output={args.output!r}: allowed: a directory")
+    configs = config_module.load_all(args.config)
+    if args.model is not None:
+        configs = (dataclasses.replace(config_module.load_all(args.config)[0], model=args.model),)
+    if args.output is not None and len(configs) > 1:
+        raise ValueError(f"--output={args.output!r}: the config has several models; add --model")
+    changed = []
+    for config in configs:
+        tasks = tuple(_changed(task, args) for task in config.tasks)
+        output = args.output or config.output
+        changed.append(dataclasses.replace(config, tasks=tasks, output=output))
+        for name in {name for task in tasks for name in task.haystacks}:
+            haystacks.load(name)
+    return changed
+
+
+def _changed(task: Any, args: argparse.Namespace) -> Any:
+    from eval.tasks import TASKS
+
+    changes: dict[str, Any] = {}
     if args.samples is not None:
-        if args.samples < 1:
-            raise ValueError(f"--samples={args.samples}: allowed: integers >= 1")
-        tasks = tuple(dataclasses.replace(t, samples=args.samples) for t in config.tasks)
-        config = dataclasses.replace(config, tasks=tasks)
-    if args.haystack is not None:
-        names = (f"file:{args.haystack}",)
-        tasks = tuple(dataclasses.replace(t, haystacks=names) for t in config.tasks)
-        config = dataclasses.replace(config, tasks=tasks)
-    if args.output is not None:
-        if not args.output.strip():
-            raise ValueError(f"--output={args.output!r}: allowed: a directory")
-        config = dataclasses.replace(config, output=args.output)
-    for name in {name for task in config.tasks for name in task.haystacks}:
-        haystacks.load(name)
-    return config
+        changes["samples"] = args.samples
+    if TASKS[task.name].make is not None:
+        if args.haystack is not None:
+            changes["haystacks"] = (f"file:{args.haystack}",)
+        if args.lengths is not None:
+            changes["lengths"] = _lengths(args.lengths)
+    return dataclasses.replace(task, **changes)
+
+
+def _lengths(given: str) -> tuple[int, ...]:
+    parts = given.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"--lengths={given!r}: allowed: integers >= 1 with commas between them")
+    return tuple(dict.fromkeys(int(part) for part in parts))
+
+
+def _shard(given: str | None) -> tuple[int, int]:
+    if given is None:
+        return 0, 1
+    match = re.fullmatch(r"(\d+)/(\d+)", given)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise ValueError(f"--shard={given!r}: allowed: I/N with 0 <= I < N, for example 0/4")
+    return int(match[1]), int(match[2])
 
 
 def _check_output(directory: Path, args: argparse.Namespace) -> None:
-    from eval.records import SAMPLES_FILE
+    from eval.records import journals
 
     parent = next(p for p in (directory, *directory.absolute().parents) if p.exists())
     if not parent.is_dir():
         raise ValueError(f"output {str(directory)!r}: {parent} is not a directory")
-    if args.resume and not (directory / SAMPLES_FILE).exists():
+    if args.resume and not journals(directory):
         raise ValueError(f"--resume: {str(directory)!r} holds no run; leave --resume out")
 
 
@@ -124,26 +209,68 @@ def _list() -> int:
 
     print("tasks")
     for task in TASKS.values():
-        print(f"  {task.name:<12} {task.summary}")
+        print(f"  {task.name:<14} {task.summary}")
+        if task.subsets:
+            print(f"  {'':<14} subsets: {', '.join(task.subsets)}")
     print(f"haystacks\n  {', '.join(haystacks.KINDS)}, file:PATH")
     print("policies\n  " + ", ".join(dict.fromkeys(("full", *kvjax.policy_names()))))
     return 0
 
 
-def _dry_run(config: Any, labels: tuple[str, ...]) -> int:
+def _dry_run(config: Any, labels: tuple[str, ...]) -> None:
     """What would run; the model is not loaded, so lengths and bytes are checked by the run."""
+    from eval import planning
+
+    # Four characters a token: enough to read every file and to make one sample of each kind.
+    plan = planning.plan(config, lambda *texts: sum(map(len, texts)) // 4)
     evicting = len(labels) - 1
-    answers = config.num_samples * (1 + evicting * len(config.budgets))
+    contexts = plan.contexts()
+    answers = len(plan.samples) * (1 + evicting * len(config.budgets))
     print(f"model      {config.model}")
-    for task in config.tasks:
-        lengths = ", ".join(map(str, task.lengths))
-        depths = ", ".join(f"{depth:g}" for depth in task.depths)
-        print(f"task       {task.name}: {', '.join(task.haystacks)}")
-        print(f"           lengths {lengths}; depths {depths}; {task.samples} samples each")
+    cells = Counter((s.task, s.haystack, s.length, s.depth) for s in plan.samples)
+    for task in dict.fromkeys(s.task for s in plan.samples):
+        mine = {cell: n for cell, n in cells.items() if cell[0] == task}
+        stacks, lengths, depths = (
+            list(dict.fromkeys(c[i] for c in mine if c[i] is not None)) for i in (1, 2, 3)
+        )
+        parts = [f"{', '.join(stacks)}"] if stacks != ["own"] else []
+        parts += [f"lengths {', '.join(map(str, lengths))}"] if lengths else []
+        parts += [f"depths {', '.join(f'{d:g}' for d in depths)}"] if depths else []
+        print(f"task       {task}: {'; '.join([*parts, f'{sum(mine.values())} samples'])}")
+    for task, reason in plan.absent:
+        print(f"absent     {task}: {reason}")
     print(f"policies   {', '.join(labels)}")
     print(f"budgets    {', '.join(map(str, config.budgets))}")
     print(f"question   {config.question}")
-    print(f"prefills   {config.num_samples}")
+    print(f"prefills   {len(contexts)}")
     print(f"answers    {answers}")
     print(f"output     {config.output}")
-    return 0
+    print(f"time       {_time(config, plan, evicting)}")
+
+
+def _time(config: Any, plan: Any, policies: int) -> str:
+    import jax
+
+    from eval import estimate
+    from eval.progress import duration
+    from eval.records import Journal
+    from kvjax.models import weights
+    from kvjax.models.checkpoint import read_config
+
+    finished = Journal(config.output, config).read()
+    wanted = {sample.id for sample in plan.samples}
+    done = [result for name, result in finished.items() if name in wanted]
+    left = len(wanted) - len(done)
+    if (seconds := estimate.measured(done, left)) is not None:
+        return f"{duration(seconds)} for {left} samples, as the {len(done)} before them took"
+    try:
+        model = read_config(config.model)
+    except (FileNotFoundError, ValueError) as error:
+        return f"unknown ({error})"
+    dtype = weights.default_dtype()
+    speed = estimate.Speed.measure(model, dtype)
+    seconds = estimate.predicted(config, plan, model, policies, speed, dtype.itemsize)
+    return (
+        f"at most about {duration(seconds)} on this {jax.devices()[0].device_kind}, if every "
+        "answer runs to its full length; compilation not counted"
+    )

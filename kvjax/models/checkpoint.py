@@ -11,8 +11,9 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from kvjax.models import hub, weights
+from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
-from kvjax.models.hf_directory import PICKLED, PICKLED_REASON, HFDirectory
+from kvjax.models.hf_directory import CONFIG, PICKLED, PICKLED_REASON, HFDirectory, read_json
 from kvjax.models.sharding import ShardingRules
 from kvjax.models.tokenizer import Tokenizer, find_end_tokens, has_tokenizer
 
@@ -78,6 +79,25 @@ def load(
             f"model {name!r} is no local path and the hub does not give it ({error}); {ALLOWED}"
         ) from error
     return _load_directory(directory, dtype, mesh, rules)
+
+
+def read_config(name_or_path: str | os.PathLike[str]) -> ModelConfig:
+    """The architecture of a local model, without its weights.
+
+    Raises `FileNotFoundError` where the model is not on this machine, `ValueError` where its
+    config is not one that `load` takes.
+    """
+    name = os.fspath(name_or_path)
+    path = Path(name).expanduser()
+    if name.lower() in EMBEDDED and not path.exists():
+        path = embedded_path(name.lower())
+    if path.is_dir() and (path / CONFIG).is_file():
+        return ModelConfig.from_hf(read_json(path / CONFIG))
+    if path.is_file() and path.suffix == ".gguf":
+        from kvjax.models.gguf_file import GGUFFile
+
+        return GGUFFile(path).config
+    raise FileNotFoundError(f"model {name!r}: its config is not on this machine")
 
 
 def embedded_path(name: str) -> Path:

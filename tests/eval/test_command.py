@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,11 @@ def demo(tmp_path, **changes):
         ({}, ["--resume", "--overwrite"], "not allowed with"),
         ({"policies": ["snapvk"]}, [], "unknown policy 'snapvk'"),
         ({"policies": [{"snapkv": {"size": 3}}]}, [], "policy 'snapkv' has no option 'size'"),
-        ({"policies": [{"snapkv": {"prefill": "chunked"}}]}, [], "policies[0].snapkv.prefill="),
+        ({"policies": [{"snapkv": {"chunk": 0}}]}, [], "policies[0]: chunk=0"),
+        ({"policies": [{"kvzip": {"prefill": "chunked"}}]}, [], "policies[0]: kvzip replays"),
+        ({}, ["--lengths", "1k"], "--lengths='1k'"),
+        ({}, ["--shard", "4/4"], "--shard='4/4': allowed: I/N with 0 <= I < N"),
+        ({}, ["--batch", "0"], "--batch=0"),
         ({"model": "no-such-model"}, [], "no-such-model"),
         ({"budgets": [0]}, [], "budgets[0]=0"),
         ({"colour": "red"}, [], "unknown key 'colour'"),
@@ -61,10 +66,20 @@ def test_dry_run_counts_without_the_model(tmp_path, capsys):
     assert main(["eval", "--config", path, "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "prefills   40" in shown and f"answers    {40 * (1 + 7 * 3)}" in shown
+    assert "needle: noise, prose; lengths 500, 900; depths 0, 0.25" in shown
+    assert "time       unknown (model 'no-such-model'" in shown
     assert not (tmp_path / "out").exists()
+
+
+def test_dry_run_estimates_the_time_on_this_machine(capsys, default_model):
+    del default_model  # that it is there
+    assert main(["eval", "--config", DEMO, "--dry-run", "--samples", "1"]) == 0
+    assert re.search(r"time       at most about \d+ ", capsys.readouterr().out)
 
 
 def test_list_names_tasks_haystacks_and_policies(capsys):
     assert main(["eval", "--list"]) == 0
     shown = capsys.readouterr().out
-    assert all(name in shown for name in ("needle", "noise", "prose", "full", "snapkv"))
+    assert all(
+        name in shown for name in ("needle", "niah_single_1", "noise", "prose", "full", "snapkv")
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
+import yaml
 
 from eval import config
 
@@ -97,6 +98,19 @@ def test_files_that_are_no_yaml_are_named(tmp_path):
         config.load(path)
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="not UTF-8"):
+        config.load(path)
+
+
+def test_several_models_get_a_directory_each(tmp_path):
+    path = tmp_path / "run.yaml"
+    content = {key: value for key, value in GOOD.items() if key != "model"}
+    path.write_text(yaml.safe_dump({**content, "models": ["a/b", "c"], "output": "runs/x"}))
+    configs = config.load_all(path)
+    assert [(c.model, c.output) for c in configs] == [("a/b", "runs/x/a--b"), ("c", "runs/x/c")]
+    with pytest.raises(ValueError, match="has 2 models"):
+        config.load(path)
+    path.write_text(yaml.safe_dump({**GOOD, "models": ["a"]}))
+    with pytest.raises(ValueError, match="'model' and 'models' are both given"):
         config.load(path)
 
 

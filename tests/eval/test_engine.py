@@ -49,7 +49,9 @@ def test_policies_side_by_side_answer_as_each_alone(loaded, run_config):
     runner = engine.build(run_config, loaded)
     prefilled = runner.prefill([list(range(5, 130))])
     question = list(range(300, 320))
-    rows = [runner.compress(prefilled, name, [40], engine.Layout(capacity=100)) for name in POLICIES[1:]]
+    rows = [
+        runner.compress(prefilled, name, [40], engine.Layout(capacity=100)) for name in POLICIES[1:]
+    ]
     together = runner.answer(prefilled, rows, [question], 8)
     for row, tokens in zip(rows, together.tokens, strict=True):
         assert runner.answer(prefilled, [row], [question], 8).tokens == [tokens]
@@ -74,7 +76,9 @@ def test_the_full_cache_answers_as_one_pass_over_everything(loaded, run_config):
     prompt, question = list(range(5, 130)), list(range(300, 320))
     whole = runner.prefill([prompt + question])
     parts = runner.prefill([prompt])
-    full = [runner.compress(p, "full", p.lengths, engine.Layout(capacity=200)) for p in (whole, parts)]
+    full = [
+        runner.compress(p, "full", p.lengths, engine.Layout(capacity=200)) for p in (whole, parts)
+    ]
     seen = runner.answer(whole, full[:1], [[]], 8)
     hidden = runner.answer(parts, full[1:], [question], 8)
     assert seen.tokens == hidden.tokens and seen.question_seconds == 0
