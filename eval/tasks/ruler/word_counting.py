@@ -23,6 +23,8 @@ _CWE_COMMON = 10
 _CWE_SHORT = 4096
 _CWE_REPEATS = {True: ((6, 1), 20, (3, 1)), False: ((30, 3), 40, (10, 3))}
 
+_CWE_LONG = 50_000  # tokens that the plain words certainly fill
+
 _FWE_INTRODUCTION = (
     "Read the following coded text and track the frequency of each coded word. "
     "Find the three most frequently appeared coded words. "
@@ -45,8 +47,8 @@ def make_cwe(request: Request) -> Sample:
 
     One solved example comes first: 40 words, ten of them 10 times, the others 3 times. For lengths
     below 4096, RULER's own numbers: 6 times among once, and an example of 20 words, 3 times and
-    once. Words are the nouns, adjectives and verbs of wonderwords; RULER goes on to another list
-    where these do not suffice, here such lengths are refused.
+    once. Words are the nouns, adjectives and verbs of wonderwords; where these do not suffice RULER
+    goes on to another list, and here compounds of an adjective and a noun ("calmriver") follow.
 
     Raises:
       ValueError: too short a length for the ten words, or too long a one for the words there are.
@@ -64,6 +66,8 @@ def make_cwe(request: Request) -> Sample:
     )
     chosen = rng.sample(pool, len(pool))
     order = rng.getrandbits(64)
+    if request.length > _CWE_LONG:
+        chosen += _compounds(rng, 10 * len(pool), set(pool))
 
     def context(number: int) -> str:
         return start + _word_list(chosen[: _CWE_COMMON + number], *repeats, order)
@@ -74,7 +78,7 @@ def make_cwe(request: Request) -> Sample:
         context,
         (_CWE_QUESTION, _CWE_ANSWER_PREFIX, 120),
         tuple(chosen[:_CWE_COMMON]),
-        available=len(pool) - _CWE_COMMON,
+        available=len(chosen) - _CWE_COMMON,
     )
 
 
@@ -107,6 +111,17 @@ def make_fwe(request: Request) -> Sample:
 
     answers = tuple(vocabulary[1 : _FWE_ANSWERS + 1])
     return _sample(request, name, context, (_FWE_QUESTION, _FWE_ANSWER_PREFIX, 50), answers)
+
+
+def _compounds(rng: random.Random, number: int, taken: set[str]) -> list[str]:
+    """Different words made of an adjective and a noun, none of them in `taken`."""
+    adjectives, nouns = words("adjective"), words("noun")
+    found: dict[str, None] = {}
+    while len(found) < number:
+        word = rng.choice(adjectives) + rng.choice(nouns)
+        if word not in taken:
+            found[word] = None
+    return list(found)
 
 
 def _word_list(chosen: list[str], common: int, other: int, order: int) -> str:

@@ -15,7 +15,8 @@ def listed(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("length", "common", "other"), [(1024, 6, 1), (4095, 6, 1), (4096, 30, 3), (8192, 30, 3)]
+    ("length", "common", "other"),
+    [(1024, 6, 1), (4095, 6, 1), (4096, 30, 3), (8192, 30, 3), (131072, 30, 3)],
 )
 def test_ten_common_words_are_in_the_list_as_often_as_ruler_says(make, length, common, other):
     for seed in range(3):
