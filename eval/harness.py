@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from eval.tasks import TASKS, Sample
 
 _PROFILE_BINS = 40
 _EXCERPT = 160
+_METADATA = 2000  # characters of one entry
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -324,13 +325,18 @@ def _result(asked: Asked, prefill_seconds: float, records: list[Record]) -> Samp
         answers=sample.answers,
         excerpt=_excerpt(sample),
         needle_tokens=prompt.needles,
-        metadata=sample.metadata,
+        metadata=_brief(sample.metadata),
         prefill_seconds=prefill_seconds,
         model_seconds=0.0,
         wall_seconds=0.0,
         batch=1,
         records=tuple(records),
     )
+
+
+def _brief(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What is short enough to stand in every record; whole files belong to the data."""
+    return {key: value for key, value in metadata.items() if len(str(value)) <= _METADATA}
 
 
 def _unmade(config: Config, engine: Engine, planned: Planned, error: Exception) -> SampleResult:

@@ -51,7 +51,10 @@ def plan(config: Config, count_tokens: CountTokens) -> Plan:
     for task_config in config.tasks:
         task = TASKS[task_config.name]
         cells = _loaded if task.load is not None else _generated
-        samples += cells(config, task_config, task, count_tokens, absent)
+        found = cells(config, task_config, task, count_tokens, absent)
+        if found:
+            _check_scoring(task, found[0].make())
+        samples += found
     repeated = [i for i, n in _counts(planned.id for planned in samples).items() if n > 1]
     if repeated:
         raise ValueError(f"tasks: sample {repeated[0]!r} is asked for twice; ask for it once")
@@ -147,6 +150,16 @@ def _loaded(
                 for sample in group
             ]
     return found
+
+
+def _check_scoring(task: Task, sample: Sample) -> None:
+    """A metric whose library is missing says so before the run, not in every sample."""
+    try:
+        task.score(sample, "")
+    except ImportError as error:
+        raise ValueError(
+            f"task {task.name}: its score needs the package {error.name}; install kvjax[eval]"
+        ) from error
 
 
 def _maker(task: Task, request: Request, sample_id: str) -> Callable[[], Sample]:

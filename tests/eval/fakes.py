@@ -15,6 +15,7 @@ class WordTokenizer:
     """Words, single digits, marks and line breaks; ids in order of appearance."""
 
     end_tokens = frozenset({0, 1})
+    fingerprint = "words"
 
     def __init__(self):
         self.words = ["<end>", "<|im_end|>"]
@@ -32,6 +33,9 @@ class WordTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return "".join(self.words[i] if i < len(self.words) else "?" for i in ids)
+
+    def stream(self):
+        raise NotImplementedError
 
     def chat(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         turns = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)

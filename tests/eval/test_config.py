@@ -57,7 +57,7 @@ BAD = [
     (changed(task_samples=0), "samples=0"),
     (changed(task_subsets=["vt"]), r"tasks\[0\].subsets: task needle does not take it"),
     (changed(task_max_length=9), r"tasks\[0\].max_length: task needle does not take it"),
-    (changed(task_name="longbench"), r"tasks\[0\].lengths: task longbench does not take it"),
+    (changed(task_name="longbench"), r"tasks\[0\].haystacks: task longbench does not take it"),
     (changed(tasks=[{"name": "longbench"}]), r"missing key 'path' in tasks\[0\]: task longbench"),
     (
         changed(tasks=[{"name": "ruler", "subset": "nia", "lengths": [9], "samples": 1}]),
