@@ -1,8 +1,12 @@
-"""Means with intervals, and differences between policies on the same samples."""
+"""Means with intervals, and differences between policies on the same samples.
+
+Scores of several policies are arrays [n, k]: one row per sample, one column per policy.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from statistics import NormalDist
@@ -37,6 +41,9 @@ class Difference:
         """The interval excludes 0."""
         return self.low > 0 or self.high < 0
 
+    def __neg__(self) -> Difference:
+        return Difference(mean=-self.mean, low=-self.high, high=-self.low, n=self.n)
+
 
 def wilson(successes: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
     """Wilson's score interval of a proportion: it stays in [0, 1] and works at 0 and at n.
@@ -61,26 +68,57 @@ def bootstrap(
     data = np.asarray(values, np.float64)
     if data.size == 0:
         raise ValueError("values is empty: a bootstrap needs at least one")
-    rng = np.random.default_rng(seed)
-    means = np.empty(resamples)
-    block = max(1, 2**22 // data.size)  # bounds memory at 32 MiB for any n
-    for start in range(0, resamples, block):
-        size = min(block, resamples - start)
-        means[start : start + size] = data[rng.integers(data.size, size=(size, data.size))].mean(1)
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(means, [tail, 1 - tail])
-    return float(low), float(high)
+    means = _resampled_means(data[:, None], np.random.default_rng(seed), resamples)
+    low, high = _interval(means, confidence)
+    return float(low[0]), float(high[0])
 
 
 def estimate(values: Sequence[float], confidence: float = 0.95, seed: int = 0) -> Estimate:
     """Mean with Wilson's interval where every score is 0 or 1, else a bootstrap interval."""
-    if all(value in (0, 1) for value in values):
-        low, high = wilson(round(sum(values)), len(values), confidence)
-        method = "wilson"
-    else:
-        low, high = bootstrap(values, confidence, seed=seed)
-        method = "bootstrap"
-    return Estimate(mean=float(np.mean(values)), low=low, high=high, n=len(values), method=method)
+    return estimates(np.asarray(values, np.float64)[:, None], confidence, seed)[0]
+
+
+def estimates(scores: np.ndarray, confidence: float = 0.95, seed: int = 0) -> list[Estimate]:
+    """`estimate` of every column of `scores` [n, k]."""
+    n, count = scores.shape
+    graded = [i for i in range(count) if not np.isin(scores[:, i], (0, 1)).all()]
+    intervals: dict[int, tuple[float, float]] = {}
+    if graded:
+        means = _resampled_means(scores[:, graded], np.random.default_rng(seed), _RESAMPLES)
+        ends = (side.tolist() for side in _interval(means, confidence))
+        intervals = dict(zip(graded, zip(*ends, strict=True), strict=True))
+    found = []
+    for i in range(count):
+        low, high = intervals.get(i) or wilson(round(scores[:, i].sum()), n, confidence)
+        method = "bootstrap" if i in intervals else "wilson"
+        mean = float(scores[:, i].mean())
+        found.append(Estimate(mean=mean, low=low, high=high, n=n, method=method))
+    return found
+
+
+def stratified_mean(
+    groups: Sequence[Sequence[float]], confidence: float = 0.95, seed: int = 0
+) -> Estimate:
+    """Mean of the groups' means, each group with the same weight, however many scores it has.
+
+    The interval is a bootstrap's that resamples within every group, so that it says what other
+    samples of the same tasks would change, not what other tasks would.
+    """
+    columns = [np.asarray(group, np.float64)[:, None] for group in groups]
+    return stratified_means(columns, confidence, seed)[0]
+
+
+def stratified_means(
+    groups: Sequence[np.ndarray], confidence: float = 0.95, seed: int = 0
+) -> list[Estimate]:
+    """`stratified_mean` of every column of `groups`, arrays [n of the group, k]."""
+    low, high = _interval(_stratified(groups, seed), confidence)
+    mean = np.mean([group.mean(0) for group in groups], axis=0)
+    n = sum(len(group) for group in groups)
+    return [
+        Estimate(mean=m, low=a, high=b, n=n, method="stratified bootstrap")
+        for m, a, b in zip(mean.tolist(), low.tolist(), high.tolist(), strict=True)
+    ]
 
 
 def paired_difference(
@@ -95,6 +133,61 @@ def paired_difference(
         raise ValueError(
             f"{len(first)} and {len(second)} scores: a paired test needs equal numbers"
         )
-    differences = np.asarray(first, np.float64) - np.asarray(second, np.float64)
-    low, high = bootstrap(differences.tolist(), confidence, seed=seed)
-    return Difference(mean=float(differences.mean()), low=low, high=high, n=len(first))
+    scores = np.stack([np.asarray(first, np.float64), np.asarray(second, np.float64)], axis=1)
+    return paired_differences([scores], confidence, seed)[0, 1]
+
+
+def paired_differences(
+    groups: Sequence[np.ndarray], confidence: float = 0.95, seed: int = 0
+) -> dict[tuple[int, int], Difference]:
+    """Of every two columns of `groups`, arrays [n of the group, k], by their numbers (i < j).
+
+    With several groups the difference is that of `stratified_means`.
+    """
+    resampled = _stratified(groups, seed)
+    mean = np.mean([group.mean(0) for group in groups], axis=0)
+    n = sum(len(group) for group in groups)
+    pairs = list(itertools.combinations(range(len(mean)), 2))
+    if not pairs:
+        return {}
+    first, second = (list(side) for side in zip(*pairs, strict=True))
+    low, high = _interval(resampled[:, first] - resampled[:, second], confidence)
+    return {
+        (i, j): Difference(mean=float(mean[i] - mean[j]), low=a, high=b, n=n)
+        for (i, j), a, b in zip(pairs, low.tolist(), high.tolist(), strict=True)
+    }
+
+
+def _stratified(groups: Sequence[np.ndarray], seed: int) -> np.ndarray:
+    """Mean over the groups of their resampled means, each group with draws of its own."""
+    if not groups or any(len(group) == 0 for group in groups):
+        raise ValueError("a group of scores is empty: a bootstrap needs at least one")
+    total = sum(
+        _resampled_means(group, np.random.default_rng([seed, index]), _RESAMPLES)
+        for index, group in enumerate(groups)
+    )
+    return np.asarray(total) / len(groups)
+
+
+def _resampled_means(scores: np.ndarray, rng: np.random.Generator, resamples: int) -> np.ndarray:
+    """Means [resamples, k] of rows of `scores` [n, k] drawn with replacement.
+
+    Every column sees the same draws, so that differences of columns are paired.
+    """
+    n, count = scores.shape
+    means = np.empty((resamples, count))
+    block = max(1, 2**22 // n)  # bounds memory at 32 MiB an array for any n
+    for start in range(0, resamples, block):
+        size = min(block, resamples - start)
+        drawn = rng.integers(n, size=(size, n)) + n * np.arange(size)[:, None]
+        times = np.bincount(drawn.reshape(-1), minlength=size * n).reshape(size, n)
+        means[start : start + size] = times @ scores / n
+    return means
+
+
+def _interval(means: np.ndarray, confidence: float) -> tuple[np.ndarray, np.ndarray]:
+    tail = (1 - confidence) / 2
+    # A bound that is 0 must not become significant by a rounding error.
+    columns = np.ascontiguousarray(means.T)
+    low, high = np.quantile(columns, [tail, 1 - tail], axis=1).round(12) + 0.0
+    return low, high

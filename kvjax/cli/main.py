@@ -20,6 +20,7 @@ COMMANDS = {
     "chat": "talk to a model that remembers within a budget",
     "inspect": "show on a page which tokens a policy keeps",
     "eval": "compare policies and budgets on tasks, and write a report",
+    "report": "write the report of runs of eval, merged or side by side",
     "policies": "list the eviction methods and their options",
     "convert": "write a checkpoint in another format",
 }

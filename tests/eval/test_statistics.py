@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from eval.statistics import bootstrap, estimate, paired_difference, wilson
+from eval.statistics import (
+    bootstrap,
+    estimate,
+    estimates,
+    paired_difference,
+    paired_differences,
+    stratified_mean,
+    wilson,
+)
 
 
 @pytest.mark.parametrize(("k", "n"), [(0, 1), (1, 1), (0, 20), (7, 20), (20, 20), (431, 1000)])
@@ -67,3 +75,76 @@ def test_a_difference_of_nothing_is_not_significant():
 def test_paired_difference_refuses_unequal_numbers():
     with pytest.raises(ValueError, match="2 and 1 scores"):
         paired_difference([1, 0], [1])
+
+
+def test_a_mean_of_groups_weighs_every_group_alike_however_large():
+    found = stratified_mean([[1.0] * 90, [0.0] * 10])
+    assert (found.mean, found.n, found.method) == (0.5, 100, "stratified bootstrap")
+    # Within a group all scores are equal: no other sample of it would change the mean.
+    assert (found.low, found.high) == (0.5, 0.5)
+
+
+def test_a_stratified_interval_resamples_within_groups_and_each_on_its_own():
+    rng = np.random.default_rng(5)
+    groups = [rng.beta(2, 3, size=n) + shift for n, shift in ((30, 0), (12, 5), (50, 10))]
+    draws = np.random.default_rng(11)
+    means = [
+        np.mean([draws.choice(group, len(group)).mean() for group in groups]) for _ in range(20_000)
+    ]
+    found = stratified_mean([group.tolist() for group in groups])
+    assert found.mean == pytest.approx(np.mean([group.mean() for group in groups]))
+    assert (found.low, found.high) == pytest.approx(np.quantile(means, [0.025, 0.975]), abs=0.004)
+    # Two equal groups average out; draws in common would leave the width of one.
+    one = groups[0].tolist()
+    width = [
+        found.high - found.low for found in (stratified_mean([one]), stratified_mean([one] * 2))
+    ]
+    assert width[1] == pytest.approx(width[0] / np.sqrt(2), rel=0.05)
+
+
+def test_paired_differences_of_many_policies_are_those_of_each_two():
+    scores = np.random.default_rng(7).integers(0, 4, size=(40, 4)) / 3
+    found = paired_differences([scores])
+    assert set(found) == {(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)}
+    for (i, j), difference in found.items():
+        alone = paired_difference(scores[:, i].tolist(), scores[:, j].tolist())
+        assert difference == alone
+        assert -difference == paired_difference(scores[:, j].tolist(), scores[:, i].tolist())
+        resampled = bootstrap((scores[:, i] - scores[:, j]).tolist())
+        assert (difference.low, difference.high) == pytest.approx(resampled, abs=0.02)
+
+
+def test_a_paired_difference_of_groups_is_stratified():
+    rng = np.random.default_rng(8)
+    groups = [rng.uniform(size=(n, 2)) for n in (20, 60)]
+    draws = np.random.default_rng(9)
+
+    def resample():
+        means = []
+        for group in groups:
+            chosen = group[draws.integers(len(group), size=len(group))]
+            means.append((chosen[:, 0] - chosen[:, 1]).mean())
+        return np.mean(means)
+
+    expected = np.quantile([resample() for _ in range(20_000)], [0.025, 0.975])
+    found = paired_differences(groups)[0, 1]
+    assert (found.low, found.high) == pytest.approx(expected, abs=0.01)
+    assert found.n == 80
+
+
+def test_rounding_makes_no_difference_significant():
+    thirds = [1 / 3, 2 / 3, 1 / 3 + 1 / 3 + 1 / 3]
+    other = [0.1 + 0.2 + 1 / 30, 2 / 3, 1.0]
+    assert not paired_difference(thirds, other).significant
+
+
+def test_estimates_of_columns_are_estimates_of_each():
+    scores = np.stack([[0, 1, 1, 0.5], [0, 1, 1, 1], [0.25, 0.5, 1, 0]], axis=1)
+    assert estimates(scores) == [estimate(column.tolist()) for column in scores.T]
+
+
+def test_empty_groups_are_refused():
+    with pytest.raises(ValueError, match="empty"):
+        stratified_mean([[1.0], []])
+    with pytest.raises(ValueError, match="empty"):
+        bootstrap([])
