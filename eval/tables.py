@@ -17,7 +17,8 @@ HEADINGS = (
 _TERMINAL = (0, 1, 2, 3, 4, 5, 6, 7, 11)  # columns that fit into a window
 NOTES = (
     "score: mean; a failed answer is 0. Intervals are 95 %: Wilson's where every score is 0 or 1, "
-    "else a bootstrap; of a mean of tasks, a bootstrap that resamples within each task.\n"
+    "else a bootstrap; of a mean of tasks, a bootstrap that resamples within each task, to which a "
+    "task with equal scores adds no width.\n"
     "bold or *: the best evicting policy; ≈: its difference to the best on the same samples is not "
     "significant, the interval (paired bootstrap, 95 %, not corrected for the number of "
     "comparisons) covers 0; –: not run, or a task of the mean is missing.\n"
