@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from eval import fields
 from eval.haystacks import KINDS
 from eval.prompt import PROTOCOLS
 from eval.tasks import TASKS
@@ -111,18 +108,7 @@ def load_all(path: str | Path) -> tuple[Config, ...]:
     Raises:
       ValueError: in one line: the key, what was given, what is allowed.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ValueError(f"config {str(path)!r}: {reason}; a YAML file is needed") from error
-    try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "not YAML"
-        raise ValueError(f"config {str(path)!r}{where}: {problem}; YAML is needed") from error
+    content = fields.yaml_file(path)
     try:
         if not isinstance(content, Mapping) or "models" not in content:
             return (from_mapping(content),)
@@ -134,8 +120,11 @@ def load_all(path: str | Path) -> tuple[Config, ...]:
 def _with_each_model(content: Mapping[str, Any]) -> tuple[Config, ...]:
     if "model" in content:
         raise ValueError("keys 'model' and 'models' are both given; give one")
-    models = [_text(f"models[{i}]", m) for i, m in enumerate(_list("models", content["models"]))]
-    _unique("models", models)
+    models = [
+        fields.text(f"models[{i}]", m)
+        for i, m in enumerate(fields.items("models", content["models"]))
+    ]
+    fields.unique("models", models)
     rest = {key: value for key, value in content.items() if key != "models"}
     configs = [from_mapping({**rest, "model": model}) for model in models]
     if len(configs) == 1:
@@ -148,40 +137,41 @@ def _with_each_model(content: Mapping[str, Any]) -> tuple[Config, ...]:
 
 def from_mapping(content: Any) -> Config:
     """Checks and builds; errors as in `load`, without the path."""
-    given = _mapping(
+    given = fields.mapping(
         "the file", content, Config, required=("model", "tasks", "policies", "budgets")
     )
     values: dict[str, Any] = {
-        "model": _text("model", given["model"]),
+        "model": fields.text("model", given["model"]),
         "tasks": tuple(
-            _task(f"tasks[{i}]", item) for i, item in enumerate(_list("tasks", given["tasks"]))
+            _task(f"tasks[{i}]", item)
+            for i, item in enumerate(fields.items("tasks", given["tasks"]))
         ),
         "policies": tuple(
             _policy(f"policies[{i}]", item)
-            for i, item in enumerate(_list("policies", given["policies"]))
+            for i, item in enumerate(fields.items("policies", given["policies"]))
         ),
         "budgets": tuple(
             _budget(f"budgets[{i}]", item)
-            for i, item in enumerate(_list("budgets", given["budgets"]))
+            for i, item in enumerate(fields.items("budgets", given["budgets"]))
         ),
     }
     if "question" in given:
-        values["question"] = _choice("question", given["question"], PROTOCOLS)
+        values["question"] = fields.choice("question", given["question"], PROTOCOLS)
     if "max_new_tokens" in given:
-        values["max_new_tokens"] = _integer("max_new_tokens", given["max_new_tokens"], 1)
+        values["max_new_tokens"] = fields.integer("max_new_tokens", given["max_new_tokens"], 1)
     if "seed" in given:
-        values["seed"] = _integer("seed", given["seed"], 0)
+        values["seed"] = fields.integer("seed", given["seed"], 0)
     if "output" in given:
-        values["output"] = _text("output", given["output"])
+        values["output"] = fields.text("output", given["output"])
     labels = [policy.label for policy in values["policies"]]
-    _unique("policies", labels)
-    _unique("budgets", values["budgets"])
-    _unique("tasks", values["tasks"])
+    fields.unique("policies", labels)
+    fields.unique("budgets", values["budgets"])
+    fields.unique("tasks", values["tasks"])
     return Config(**values)
 
 
 def _task(key: str, content: Any) -> TaskConfig:
-    given = _mapping(
+    given = fields.mapping(
         key,
         content,
         TaskConfig,
@@ -189,7 +179,7 @@ def _task(key: str, content: Any) -> TaskConfig:
         # The singular reads better in a file with one of them.
         aliases={"haystack": "haystacks", "length": "lengths", "subset": "subsets"},
     )
-    task = TASKS[_choice(f"{key}.name", given["name"], tuple(TASKS))]
+    task = TASKS[fields.choice(f"{key}.name", given["name"], tuple(TASKS))]
     generated = ("lengths", "samples", *(("depths",) if task.depths else ()))
     needed = generated if task.make is not None else ("path",)
     taken = ("name", *needed, "samples", "path", *(("subsets",) if task.subsets else ()))
@@ -211,23 +201,27 @@ def _task(key: str, content: Any) -> TaskConfig:
         if value is None:
             return ()
         value = [value] if isinstance(value, str | int | float) else value
-        items = _list(f"{key}.{field}", value)
+        items = fields.items(f"{key}.{field}", value)
         return tuple(read(f"{key}.{field}[{i}]", item) for i, item in enumerate(items))
 
     config = TaskConfig(
         name=task.name,
-        subsets=each("subsets", lambda k, v: _choice(k, v, task.subsets)),
-        haystacks=each("haystacks", _haystack),
-        lengths=each("lengths", lambda k, v: _integer(k, v, 1)),
-        depths=each("depths", _fraction),
-        samples=_integer(f"{key}.samples", given["samples"], 1) if "samples" in given else None,
-        path=_text(f"{key}.path", given["path"]) if "path" in given else None,
+        subsets=each("subsets", lambda k, v: fields.choice(k, v, task.subsets)),
+        haystacks=each("haystacks", haystack),
+        lengths=each("lengths", lambda k, v: fields.integer(k, v, 1)),
+        depths=each("depths", fields.fraction),
+        samples=fields.integer(f"{key}.samples", given["samples"], 1)
+        if "samples" in given
+        else None,
+        path=fields.text(f"{key}.path", given["path"]) if "path" in given else None,
         max_length=(
-            _integer(f"{key}.max_length", given["max_length"], 1) if "max_length" in given else None
+            fields.integer(f"{key}.max_length", given["max_length"], 1)
+            if "max_length" in given
+            else None
         ),
     )
     for field in ("subsets", "haystacks", "lengths", "depths"):
-        _unique(f"{key}.{field}", getattr(config, field))
+        fields.unique(f"{key}.{field}", getattr(config, field))
     return config
 
 
@@ -240,9 +234,11 @@ def _policy(key: str, content: Any) -> PolicyConfig:
             items = sorted((options or {}).items())
             for option, value in items:
                 if not isinstance(option, str) or not isinstance(value, str | int | float | bool):
-                    raise _error(f"{key}.{name}.{option}", value, "numbers, texts, true and false")
+                    raise fields.error(
+                        f"{key}.{name}.{option}", value, "numbers, texts, true and false"
+                    )
             return PolicyConfig(name=name, options=tuple(items))
-    raise _error(key, content, "a policy name or one mapping {name: {option: value}}")
+    raise fields.error(key, content, "a policy name or one mapping {name: {option: value}}")
 
 
 def _budget(key: str, content: Any) -> int | float | str:
@@ -259,94 +255,14 @@ def _budget(key: str, content: Any) -> int | float | str:
         isinstance(content, float) and 0 < content <= 1
     ):
         return content
-    raise _error(key, content, allowed)
+    raise fields.error(key, content, allowed)
 
 
-def _haystack(key: str, content: Any) -> str:
-    text = _text(key, content)
+def haystack(key: str, content: Any) -> str:
+    """The name of a haystack, as `eval.haystacks.load` takes it."""
+    text = fields.text(key, content)
     if text not in KINDS and not (text.startswith("file:") and len(text) > 5):
-        raise _error(key, content, f"{', '.join(KINDS)} or file:PATH{_suggestion(text, KINDS)}")
+        raise fields.error(
+            key, content, f"{', '.join(KINDS)} or file:PATH{fields.suggestion(text, KINDS)}"
+        )
     return text
-
-
-def _mapping(
-    key: str,
-    content: Any,
-    cls: type,
-    required: tuple[str, ...],
-    aliases: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
-    fields = tuple(field.name for field in dataclasses.fields(cls))
-    if not isinstance(content, Mapping):
-        raise _error(key, content, f"a mapping with the keys {', '.join(fields)}")
-    aliases = aliases or {}
-    place = "" if key == "the file" else f" in {key}"
-    given: dict[str, Any] = {}
-    for name, value in content.items():
-        field = aliases.get(name, name)
-        if field not in fields:
-            near = _suggestion(str(name), fields)
-            raise ValueError(
-                f"unknown key {str(name)!r}{place}: allowed are {', '.join(fields)}{near}"
-            )
-        if field in given:
-            raise ValueError(f"key {field!r}{place} is given twice, once as {name!r}; give one")
-        given[field] = value
-    for name in required:
-        if name not in given:
-            raise ValueError(f"missing key {name!r}{place}: needed are {', '.join(required)}")
-    return given
-
-
-def _list(key: str, content: Any) -> list[Any]:
-    if not isinstance(content, list) or not content:
-        raise _error(key, content, "a list with at least one entry")
-    return content
-
-
-def _text(key: str, content: Any) -> str:
-    if not isinstance(content, str) or not content.strip():
-        raise _error(key, content, "a text that is not empty")
-    return content
-
-
-def _integer(key: str, content: Any, least: int) -> int:
-    if isinstance(content, bool) or not isinstance(content, int) or content < least:
-        raise _error(key, content, f"integers >= {least}")
-    return content
-
-
-def _fraction(key: str, content: Any) -> float:
-    number = isinstance(content, int | float) and not isinstance(content, bool)
-    if not number or math.isnan(content) or not 0 <= content <= 1:
-        raise _error(key, content, "numbers in [0, 1]")
-    return float(content)
-
-
-def _choice(key: str, content: Any, allowed: tuple[str, ...]) -> str:
-    if content not in allowed:
-        near = _suggestion(str(content), allowed)
-        raise _error(key, content, f"{', '.join(allowed)}{near}")
-    return content
-
-
-def _unique(key: str, items: Iterable[Any]) -> None:
-    seen: list[Any] = []
-    for item in items:
-        if item in seen:
-            raise ValueError(f"{key}: {_shown(item)} is given twice; give it once")
-        seen.append(item)
-
-
-def _suggestion(given: str, known: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(given, known, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def _error(key: str, given: Any, allowed: str) -> ValueError:
-    return ValueError(f"{key}={_shown(given)}: allowed: {allowed}")
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

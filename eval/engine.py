@@ -15,16 +15,19 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import kvjax
+from eval import haystacks
 from eval.config import Config, PolicyConfig
 from eval.spread import spread
 from eval.stages import Answers, Compressed, Prefilled, Row
 from kvjax import decoding, generation, sizing
 from kvjax.cache.entries import entry_positions
 from kvjax.policies.base import Schedule, Uniform
+from kvjax.policy_params import policy_params
 
 _QUESTION_STEP = 16
 _ROOM_STEP = 64  # tasks whose answers differ little in length share their compilations
 _PAGE = 16
+_CALIBRATION = 1024  # tokens
 
 
 def build_policies(configs: Sequence[PolicyConfig]) -> dict[str, Any]:
@@ -87,6 +90,10 @@ class KvjaxEngine:
     ):
         self.model, self.tokenizer = loaded
         self.policies = dict(policies)
+        self.params = {
+            label: policy_params(self.model, policy, self._calibration)
+            for label, policy in self.policies.items()
+        }
         self.compilations = 0
         self.compile_seconds = 0.0
         self.model_seconds = 0.0
@@ -170,16 +177,20 @@ class KvjaxEngine:
         if policy.schedule.prefill == "chunked":
             (logits, cache), seconds = self._run(
                 ("prefill", label, layout),
-                functools.partial(decoding.prefill_chunked, **static),
+                lambda *given: decoding.prefill_chunked(*given[:-1], params=given[-1], **static),
                 self.model,
                 prefilled.tokens,
                 jnp.asarray(prefilled.lengths, jnp.int32),
                 entries,
+                self.params[label],
             )
         else:
 
-            def program(model: Any, cache: Any, observations: Any, budget: jax.Array) -> Any:
-                return kvjax.compress(model, cache, observations, budget=budget, **static)
+            def program(
+                model: Any, cache: Any, observations: Any, budget: jax.Array, params: Any
+            ) -> Any:
+                sizes = {"budget": budget, "params": params}
+                return kvjax.compress(model, cache, observations, **sizes, **static)
 
             cache, seconds = self._run(
                 ("compress", label, layout),
@@ -188,6 +199,7 @@ class KvjaxEngine:
                 prefilled.cache,
                 prefilled.observations,
                 entries,
+                self.params[label],
             )
         if "replay" in policy.needs:
             seconds += prefilled.replay_seconds
@@ -197,7 +209,7 @@ class KvjaxEngine:
             logits=logits,
             rows=_measured(cache, prefilled.lengths),
             seconds=seconds,
-            evicting=(policy, tuple(budgets)) if decodes else None,
+            evicting=(policy, tuple(budgets), self.params[label]) if decodes else None,
         )
 
     def answer(
@@ -216,16 +228,17 @@ class KvjaxEngine:
         options: dict[str, Any] = {}
         evicting = ()
         if compressed[0].evicting is not None:
-            (policy, budgets) = compressed[0].evicting
-            options, evicting = {"policy": policy}, (jnp.asarray(budgets, jnp.int32),)
+            (policy, budgets, params) = compressed[0].evicting
+            options = {"policy": policy}
+            evicting = ({"budget": jnp.asarray(budgets, jnp.int32), "params": params},)
         layout = (options.get("policy"), max_new_tokens)
         lengths = [len(question) for question in questions]
         if any(lengths):
             padded = _padded(list(questions) * copies, _question_bucket(max(lengths)))
 
-            def ask(model: Any, cache: Any, tokens: Any, sizes: Any, *budget: Any) -> Any:
-                budgets = {"budget": budget[0]} if budget else {}
-                return decoding.extend(model, cache, tokens, sizes, **options, **budgets)
+            def ask(model: Any, cache: Any, tokens: Any, sizes: Any, *evicting: Any) -> Any:
+                data = evicting[0] if evicting else {}
+                return decoding.extend(model, cache, tokens, sizes, **options, **data)
 
             (logits, cache), question_seconds = self._run(
                 ("extend", options.get("policy")),
@@ -241,10 +254,10 @@ class KvjaxEngine:
             question_seconds = 0.0
         end_tokens = tuple(sorted(self.tokenizer.end_tokens))
 
-        def decode(model: Any, cache: Any, logits: Any, *budget: Any) -> Any:
-            budgets = {"budget": budget[0]} if budget else {}
+        def decode(model: Any, cache: Any, logits: Any, *evicting: Any) -> Any:
+            data = evicting[0] if evicting else {}
             sizes = {"max_new_tokens": max_new_tokens, "end_tokens": end_tokens}
-            return generation.generate(model, cache, logits, **sizes, **options, **budgets)
+            return generation.generate(model, cache, logits, **sizes, **options, **data)
 
         output, decode_seconds = self._run(
             ("generate", *layout), decode, self.model, cache, logits, *evicting
@@ -263,6 +276,11 @@ class KvjaxEngine:
             decode_seconds=decode_seconds,
             steps=int(lengths.max()),
         )
+
+    def _calibration(self) -> list[int]:
+        """Tokens for policies that look at a model's queries once: text that no task uses."""
+        sentences = haystacks.load("sentences").sentences[-_CALIBRATION:]
+        return self.tokenizer.encode("".join(sentences))[:_CALIBRATION]
 
     def versions(self) -> dict[str, str]:
         """Of what can change a result."""

@@ -85,6 +85,7 @@ def _generated(
             stack = None if kind is None else haystacks.load(kind)
             cell = (stack.kind if stack else "own", str(length))
             place = "/".join((full_name, *cell, *(() if depth is None else (f"d{depth:g}",))))
+            text = stack.kind if stack else "own"
             try:
                 for index, planned in enumerate(rounds):
                     request = Request(
@@ -98,12 +99,13 @@ def _generated(
                     )
                     make = _maker(task, request, f"{place}/s{request.seed}")
                     if index == 0:
-                        make = _made(make())
+                        first = make()
+                        make, text = _made(first), first.haystack
                     planned.append(
                         Planned(
                             id=f"{place}/s{request.seed}",
                             task=full_name,
-                            haystack=stack.kind if stack else "own",
+                            haystack=text,
                             seed=request.seed,
                             length=length,
                             depth=depth,

@@ -44,7 +44,7 @@ class Compressed:
     logits: Any  # [B, V], of the last token of the context
     rows: tuple[Row, ...]
     seconds: float  # scoring and compaction, and the replay if the policy needs it
-    evicting: Any = None  # (policy, budgets [B]) of a policy that evicts while decoding
+    evicting: Any = None  # (policy, budgets [B], params) where it evicts while decoding too
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,8 @@ def one_shot(name: str) -> kvjax.Policy:
 NAMES = [
     name
     for name in kvjax.policy_names()
-    if name not in ("qfilters", "kvzip")  # one needs calibrated filters, one a replay
+    # These need calibrated filters, a replay, trained gates.
+    if name not in ("qfilters", "kvzip", "retention-local", "retention-global")
 ]
 
 

@@ -14,6 +14,7 @@ import jaxtyping
 import numpy as np
 
 import kvjax
+from kvjax.learned.retention import GateConfig, init_gates, per_layer
 from kvjax.policies.qfilters import calibrate
 from tests import oracle
 
@@ -79,10 +80,26 @@ def tokens(seed: int = 0, rows: int = 3, length: int = PROMPT) -> np.ndarray:
 
 def params(name: str, dtype: str = "float32") -> Any:
     """What a policy has learned of the tiny model; None for most."""
+    if name.startswith("retention"):
+        return retention_gates()
     if name != "qfilters":
         return None
     queries = jax.random.normal(jax.random.key(1), (3, 4, 64, 8)) + 0.3
     return calibrate(queries.astype(dtype), 2)
+
+
+def retention_gates(layers: int = 3) -> dict[str, jax.Array]:
+    """Gates of every speed: entries that last for one step or for thousands."""
+    gates = init_gates(
+        GateConfig(width=16),
+        jax.random.key(3),
+        num_layers=layers,
+        num_kv_heads=CONFIG.num_kv_heads,
+        hidden_size=CONFIG.hidden_size,
+        bias=3.0,
+    )
+    lively = {name: 40 * value if name.startswith("w") else value for name, value in gates.items()}
+    return per_layer(GateConfig(width=16), lively, layers)
 
 
 @cache

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import re
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -227,16 +226,14 @@ def _dry_run(config: Any, labels: tuple[str, ...]) -> None:
     contexts = plan.contexts()
     answers = len(plan.samples) * (1 + evicting * len(config.budgets))
     print(f"model      {config.model}")
-    cells = Counter((s.task, s.haystack, s.length, s.depth) for s in plan.samples)
     for task in dict.fromkeys(s.task for s in plan.samples):
-        mine = {cell: n for cell, n in cells.items() if cell[0] == task}
-        stacks, lengths, depths = (
-            list(dict.fromkeys(c[i] for c in mine if c[i] is not None)) for i in (1, 2, 3)
-        )
-        parts = [f"{', '.join(stacks)}"] if stacks != ["own"] else []
-        parts += [f"lengths {', '.join(map(str, lengths))}"] if lengths else []
-        parts += [f"depths {', '.join(f'{d:g}' for d in depths)}"] if depths else []
-        print(f"task       {task}: {'; '.join([*parts, f'{sum(mine.values())} samples'])}")
+        mine = [s for s in plan.samples if s.task == task]
+        lengths = dict.fromkeys(str(s.length) for s in mine if s.length is not None)
+        depths = dict.fromkeys(f"{s.depth:g}" for s in mine if s.depth is not None)
+        parts = [", ".join(dict.fromkeys(s.haystack for s in mine))]
+        parts += [f"lengths {', '.join(lengths)}"] if lengths else []
+        parts += [f"depths {', '.join(depths)}"] if depths else []
+        print(f"task       {task}: {'; '.join([*parts, f'{len(mine)} samples'])}")
     for task, reason in plan.absent:
         print(f"absent     {task}: {reason}")
     print(f"policies   {', '.join(labels)}")

@@ -36,6 +36,7 @@ from kvjax.policies import (  # isort: skip
     qfilters,
     random,
     restkv,
+    retention,
     rkv,
     snapkv,
     streaming,

@@ -1,0 +1,120 @@
+"""Trained modules in files: safetensors beside a JSON card that says what they belong to."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+WEIGHTS_FILE, CARD_FILE = "module.safetensors", "card.json"
+FORMAT = 1
+SHIPPED = Path(__file__).parent / "weights"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Card:
+    """What a module is, and where it comes from.
+
+    `fingerprints` are those of its backbone by dtype: rounding the weights changes them.
+    """
+
+    module: str  # "retention-global"
+    kind: str  # "retention"
+    options: Mapping[str, Any]  # of the module's config
+    backbone: str
+    fingerprints: Mapping[str, str]
+    training: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    scores: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    format: int = FORMAT
+
+    def check_backbone(self, fingerprint: str, where: Path) -> None:
+        """Refuses another backbone than the one the module was trained for."""
+        if fingerprint not in self.fingerprints.values():
+            known = ", ".join(f"{name} {value}" for name, value in self.fingerprints.items())
+            raise ValueError(
+                f"{where}: this module was trained for {self.backbone} ({known}); the model given "
+                f"has fingerprint {fingerprint}"
+            )
+
+
+def fingerprints(model: Any) -> dict[str, str]:
+    """The fingerprint of a backbone in its own dtype and in those it may be rounded to."""
+    own = str(model.dtype)
+    found = {own: model.fingerprint()}
+    for dtype in ("bfloat16", "float16") if own == "float32" else ():
+        rounded = {name: array.astype(dtype) for name, array in model.parameters.items()}
+        found[dtype] = type(model)(model.config, rounded).fingerprint()
+    return found
+
+
+def save_module(directory: str | Path, arrays: Mapping[str, Any], card: Card) -> None:
+    """Writes both files, the card last: a directory with a card is complete."""
+    from safetensors.numpy import save_file
+
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / CARD_FILE).unlink(missing_ok=True)
+    save_file({name: np.asarray(a) for name, a in arrays.items()}, directory / WEIGHTS_FILE)
+    text = json.dumps(dataclasses.asdict(card), indent=1, allow_nan=False) + "\n"
+    temporary = directory / f".{CARD_FILE}.tmp"
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(directory / CARD_FILE)
+
+
+def read_card(directory: str | Path) -> Card:
+    """The card of a module.
+
+    Raises:
+      FileNotFoundError: no card there.
+      ValueError: a card of another format.
+    """
+    path = Path(directory) / CARD_FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise FileNotFoundError(
+            f"{str(directory)!r} holds no trained module ({CARD_FILE} is missing)"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from error
+    fields = {field.name for field in dataclasses.fields(Card)}
+    if not isinstance(content, dict) or content.get("format") != FORMAT or set(content) != fields:
+        raise ValueError(f"{path}: not a card of format {FORMAT}")
+    return Card(**content)
+
+
+def read_arrays(directory: str | Path) -> dict[str, Any]:
+    """The module's arrays by name."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    path = Path(directory) / WEIGHTS_FILE
+    try:
+        return {name: jnp.asarray(array) for name, array in load_file(path).items()}
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path}: unreadable ({error})") from error
+
+
+def find_shipped(module: str, fingerprint: str) -> Path:
+    """Where the module of this name lies that ships for a backbone.
+
+    Raises:
+      FileNotFoundError: none does.
+    """
+    backbones = []
+    for card_path in sorted(SHIPPED.glob(f"*/{CARD_FILE}")):
+        card = read_card(card_path.parent)
+        if card.module == module:
+            if fingerprint in card.fingerprints.values():
+                return card_path.parent
+            backbones.append(card.backbone)
+    known = f"they ship for {', '.join(backbones)}" if backbones else "none ship yet"
+    raise FileNotFoundError(
+        f"no weights of {module!r} for this backbone ({known}); train them with kvjax train, and "
+        "give path=DIRECTORY"
+    )

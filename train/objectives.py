@@ -1,0 +1,76 @@
+"""Losses over the vocabulary, computed in blocks of positions so that no [T, V] array exists."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.models.decoder import Decoder
+
+
+class TokenLosses(NamedTuple):
+    """Sums over the labelled positions, and how many there are."""
+
+    cross_entropy: Float[Array, ""]
+    divergence: Float[Array, ""]  # forward KL, teacher to student; 0 without a teacher
+    count: Float[Array, ""]
+
+    @property
+    def means(self) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """Mean cross-entropy and divergence per labelled position, in nats."""
+        count = jnp.maximum(self.count, 1.0)
+        return self.cross_entropy / count, self.divergence / count
+
+
+def token_losses(
+    model: Decoder,
+    student: Float[Array, "B T E"],
+    teacher: Float[Array, "B T E"] | None,
+    tokens: Int[Array, "B T"],
+    labels: Bool[Array, "B T"],
+    block: int = 256,
+) -> TokenLosses:
+    """Next-token cross-entropy, and sum_v p_teacher (log p_teacher - log p_student), T = 1.
+
+    `student` and `teacher` are residual streams before the final norm. labels[t] says that token
+    t + 1 is to be predicted from t. Logits of `block` positions exist at a time; the backward
+    pass computes them again.
+    """
+    batch, length, width = student.shape
+    following = jnp.roll(tokens, -1, axis=1)
+    count = -(-length // block)
+    padding = count * block - length
+
+    def split(array: Array) -> Array:
+        wide = jnp.pad(array, ((0, 0), (0, padding), *(((0, 0),) * (array.ndim - 2))))
+        return jnp.moveaxis(wide.reshape(batch, count, block, *array.shape[2:]), 1, 0)
+
+    teacher = None if teacher is None else split(lax.stop_gradient(teacher))
+
+    @jax.checkpoint
+    def part(
+        total: TokenLosses, inputs: tuple[Array, Array | None, Array, Array]
+    ) -> tuple[TokenLosses, None]:
+        x, reference, targets, counted = inputs
+        weight = counted.astype(jnp.float32)
+        log_p = jax.nn.log_softmax(model.logits(x), axis=-1)
+        chosen = jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
+        divergence = jnp.zeros((), jnp.float32)
+        if reference is not None:
+            log_q = jax.nn.log_softmax(model.logits(reference), axis=-1)
+            apart = jnp.sum(jnp.exp(log_q) * (log_q - log_p), axis=-1)
+            divergence = jnp.sum(apart * weight)
+        return TokenLosses(
+            total.cross_entropy - jnp.sum(chosen * weight),
+            total.divergence + divergence,
+            total.count + jnp.sum(weight),
+        ), None
+
+    del width
+    zero = jnp.zeros((), jnp.float32)
+    inputs = (split(student), teacher, split(following), split(labels))
+    return lax.scan(part, TokenLosses(zero, zero, zero), inputs)[0]

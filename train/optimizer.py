@@ -1,0 +1,87 @@
+"""AdamW with a schedule, clipping and accumulation, from a config."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import optax
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW (arXiv 1711.05101) under a learning-rate schedule.
+
+    "cosine" falls from the peak to `floor` at the last step; "wsd" (warmup, stable, decay) stays
+    at the peak and falls linearly over the last `decay` share of the steps; "constant" stays.
+    """
+
+    learning_rate: float = 2e-4
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup: int = 100  # steps from 0 to the peak
+    decay: float = 0.2  # share of the steps
+    floor: float = 1e-6
+    weight_decay: float = 1e-6
+    clip: float = 1.0  # of the global gradient norm; 0 does not clip
+    beta1: float = 0.9
+    beta2: float = 0.999
+    # Gates start with gradients near 1e-8 (sigmoid of 15): the usual epsilon would drown them.
+    epsilon: float = 1e-12
+
+    def __post_init__(self) -> None:
+        if self.schedule not in ("cosine", "wsd", "constant"):
+            raise ValueError(
+                f"optimizer.schedule={self.schedule!r}: allowed: cosine, wsd, constant"
+            )
+        for name in ("learning_rate", "epsilon"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"optimizer.{name}={getattr(self, name)}: allowed: numbers > 0")
+        for name in ("warmup", "floor", "weight_decay", "clip"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"optimizer.{name}={getattr(self, name)}: allowed: numbers >= 0")
+        for name in ("decay", "beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optimizer.{name}={getattr(self, name)}: allowed: [0, 1)")
+
+
+def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """The learning rate at each of `steps` updates."""
+    peak, warmup = config.learning_rate, min(config.warmup, max(steps - 1, 0))
+    floor = min(config.floor, peak)
+    rest = max(steps - warmup, 1)
+    if config.schedule == "cosine":
+        after = optax.cosine_decay_schedule(peak, rest, alpha=floor / peak)
+    elif config.schedule == "wsd":
+        falling = max(round(config.decay * steps), 1)
+        after = optax.join_schedules(
+            [optax.constant_schedule(peak), optax.linear_schedule(peak, floor, falling)],
+            [max(rest - falling, 0)],
+        )
+    else:
+        after = optax.constant_schedule(peak)
+    if warmup == 0:
+        return after
+    # The first step already moves: a rate of exactly 0 would waste it.
+    rising = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
+    return optax.join_schedules([rising, after], [warmup])
+
+
+def optimizer(
+    config: OptimizerConfig, steps: int, accumulation: int
+) -> optax.GradientTransformation:
+    """The transformation for `steps` updates, each the mean of `accumulation` gradients."""
+    parts = [
+        optax.adamw(
+            learning_rate(config, steps),
+            b1=config.beta1,
+            b2=config.beta2,
+            eps=config.epsilon,
+            weight_decay=config.weight_decay,
+        )
+    ]
+    if config.clip:
+        parts.insert(0, optax.clip_by_global_norm(config.clip))
+    chained = optax.chain(*parts)
+    if accumulation == 1:
+        return chained
+    return optax.MultiSteps(chained, every_k_schedule=accumulation).gradient_transformation()

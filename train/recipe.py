@@ -1,0 +1,35 @@
+"""What the training loop asks of a side module: parameters, a loss, and how it is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from jaxtyping import Array, Float
+
+from kvjax.models.decoder import Decoder
+
+type Params = Any
+type Batch = Mapping[str, Array]
+"""tokens, segments, positions int32 [B, T]; labels bool [B, T]: see `train.data`."""
+
+
+class Recipe(Protocol):
+    """A trainable module beside a frozen backbone."""
+
+    def init(self, model: Decoder, key: Array) -> Params:
+        """Float32 parameters to start from."""
+
+    def axes(self, params: Params) -> Params:
+        """The logical axes of every parameter, tuples of names of `ShardingRules`, or None."""
+
+    def loss(
+        self, params: Params, model: Decoder, batch: Batch, key: Array
+    ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+        """The loss of one batch, and its parts by name; a pure function, jitted by the loop."""
+
+    def export(
+        self, params: Params, model: Decoder, directory: Path, training: Mapping[str, Any]
+    ) -> None:
+        """Writes the module as `kvjax.load_policy` reads it."""
