@@ -39,18 +39,20 @@ class Haystack:
     breaks_at_lines: bool
     source: str  # what a reader needs in order to get the same text
 
-    @property
+    @functools.cached_property
     def sha256(self) -> str:
         return hashlib.sha256("".join(self.sentences).encode()).hexdigest()
 
     def stream(self, rng: random.Random) -> Iterator[str]:
         """Endless sentences; noise starts at its beginning, all else at a random paragraph."""
-        start = 0
-        if not self.breaks_at_lines:
-            last = len(self.sentences) - 1
-            starts = [0] + [i + 1 for i, s in enumerate(self.sentences[:last]) if s.endswith("\n")]
-            start = rng.choice(starts)
+        start = 0 if self.breaks_at_lines else rng.choice(self._paragraphs)
         return itertools.islice(itertools.cycle(self.sentences), start, None)
+
+    @functools.cached_property
+    def _paragraphs(self) -> list[int]:
+        """The first sentence of each; thousands, of which every sample draws one."""
+        last = len(self.sentences) - 1
+        return [0] + [i + 1 for i, s in enumerate(self.sentences[:last]) if s.endswith("\n")]
 
 
 def load(name: str) -> Haystack:

@@ -52,7 +52,12 @@ SUBSETS = {
 
 
 def make(request: Request) -> Sample:
-    """One sample of RULER's niah (scripts/data/synthetic/niah.py).
+    """One sample of RULER's niah, of the subset that the request names; see `make_needles`."""
+    return make_needles(request, SUBSETS[request.subset])
+
+
+def make_needles(request: Request, subset: Subset) -> Sample:
+    """One sample of RULER's niah (scripts/data/synthetic/niah.py), under the name of the request.
 
     With a depth, the needle asked for, or the first of them, stands at the break nearest to that
     share of the characters. Without one the breaks are drawn as RULER does: see
@@ -62,7 +67,7 @@ def make(request: Request) -> Sample:
     Raises:
       ValueError: too short a length, or a haystack that contains a key or value.
     """
-    subset, length, depth = SUBSETS[request.subset], request.length, request.depth
+    length, depth = request.length, request.depth
     haystack = request.haystack if subset.haystacks else None
     kind = haystack.kind if haystack else "needles"
     own_lines = haystack is None or haystack.breaks_at_lines
