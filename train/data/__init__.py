@@ -1,0 +1,22 @@
+"""What training reads: sources of tokens, mixed and packed into batches that can be resumed.
+
+Grain and pyarrow are imported when they are used.
+"""
+
+from train.data.config import ChatConfig, SourceConfig, TaskConfig, TextConfig, mapping, read
+from train.data.pipeline import Batch, Batches, build, open_source
+
+__all__ = [
+    # What to read
+    "ChatConfig",
+    "SourceConfig",
+    "TaskConfig",
+    "TextConfig",
+    "mapping",
+    "read",
+    # Reading it
+    "Batch",
+    "Batches",
+    "build",
+    "open_source",
+]
