@@ -27,6 +27,7 @@ from kvjax.policy_params import policy_params
 _QUESTION_STEP = 16
 _ROOM_STEP = 64  # tasks whose answers differ little in length share their compilations
 _PAGE = 16
+_BLOCK = 16  # decode steps between looks at which rows have ended
 _CALIBRATION = 1024  # tokens
 
 
@@ -112,7 +113,7 @@ class KvjaxEngine:
         return kvjax.bucket_length(length)
 
     def room(self, question: int, max_new_tokens: int) -> int:
-        needed = _question_bucket(question) + max_new_tokens
+        needed = _question_bucket(question) + -(-max_new_tokens // _BLOCK) * _BLOCK
         return -(-needed // _ROOM_STEP) * _ROOM_STEP
 
     def resolve(self, budget: int | float | str, length: int) -> int:
@@ -231,7 +232,6 @@ class KvjaxEngine:
             (policy, budgets, params) = compressed[0].evicting
             options = {"policy": policy}
             evicting = ({"budget": jnp.asarray(budgets, jnp.int32), "params": params},)
-        layout = (options.get("policy"), max_new_tokens)
         lengths = [len(question) for question in questions]
         if any(lengths):
             padded = _padded(list(questions) * copies, _question_bucket(max(lengths)))
@@ -252,30 +252,64 @@ class KvjaxEngine:
         else:
             logits = self._spread(jnp.concatenate([one.logits for one in compressed]))
             question_seconds = 0.0
-        end_tokens = tuple(sorted(self.tokenizer.end_tokens))
-
-        def decode(model: Any, cache: Any, logits: Any, *evicting: Any) -> Any:
-            data = evicting[0] if evicting else {}
-            sizes = {"max_new_tokens": max_new_tokens, "end_tokens": end_tokens}
-            return generation.generate(model, cache, logits, **sizes, **options, **data)
-
-        output, decode_seconds = self._run(
-            ("generate", *layout), decode, self.model, cache, logits, *evicting
+        texts, steps, decode_seconds = self._decode(
+            cache, logits, max_new_tokens, options.get("policy"), evicting
         )
-        lengths = np.asarray(output.lengths)
-        overflowed = np.asarray(output.cache.overflowed)
-        if overflowed.any():
-            raise RuntimeError(f"{int(overflowed.max())} tokens found the cache full")
-        texts = [
-            row[:length].tolist()
-            for row, length in zip(np.asarray(output.tokens), lengths, strict=True)
-        ]
         return Answers(
             tokens=[texts[start : start + batch] for start in range(0, copies * batch, batch)],
             question_seconds=question_seconds,
             decode_seconds=decode_seconds,
-            steps=int(lengths.max()),
+            steps=steps,
         )
+
+    def _decode(
+        self, cache: Any, logits: jax.Array, max_new_tokens: int, policy: Any, evicting: tuple
+    ) -> tuple[list[list[int]], int, float]:
+        """Greedy tokens of every row, decode steps, and seconds.
+
+        Rows whose answer has ended leave the batch, so that one long answer does not make all
+        others go on with it: the batch shrinks to the next power of two.
+        """
+        end_tokens = tuple(sorted(self.tokenizer.end_tokens))
+
+        def block(model: Any, cache: Any, logits: Any, finished: Any, *evicting: Any) -> Any:
+            data = evicting[0] if evicting else {}
+            sizes = {"max_new_tokens": _BLOCK, "end_tokens": end_tokens, "finished": finished}
+            return generation.generate(model, cache, logits, policy=policy, **sizes, **data)
+
+        texts: list[list[int]] = [[] for _ in range(logits.shape[0])]
+        rows = list(range(len(texts)))  # whose answer each row of the batch holds
+        finished, steps, seconds = np.zeros(len(rows), bool), 0, 0.0
+        while not finished.all() and steps < max_new_tokens:
+            output, spent = self._run(
+                ("generate", policy),
+                block,
+                self.model,
+                cache,
+                logits,
+                self._spread(jnp.asarray(finished)),
+                *evicting,
+            )
+            lengths, tokens = np.asarray(output.lengths), np.asarray(output.tokens)
+            for row, own, length in zip(rows, tokens, lengths, strict=True):
+                texts[row] += own[:length].tolist()
+            steps, seconds = steps + int(lengths.max()), seconds + spent
+            overflowed = np.asarray(output.cache.overflowed)
+            if overflowed.any():
+                raise RuntimeError(f"{int(overflowed.max())} tokens found the cache full")
+            cache, logits, finished = output.cache, output.logits, np.array(output.finished)
+            going = np.flatnonzero(~finished)
+            size = 1 << (len(going) - 1).bit_length() if len(going) else 0
+            if 0 < size <= len(rows) // 2:
+                # The batch is filled up with rows that have ended.
+                kept = np.concatenate([going, np.flatnonzero(finished)[: size - len(going)]])
+                (cache, logits, evicting), spent = self._run(
+                    "take rows", _taken, cache, logits, evicting, jnp.asarray(kept)
+                )
+                cache, logits = self._spread(cache), self._spread(logits)
+                rows, finished = [rows[i] for i in kept], finished[kept]
+                seconds += spent
+        return [text[:max_new_tokens] for text in texts], min(steps, max_new_tokens), seconds
 
     def _calibration(self) -> list[int]:
         """Tokens for policies that look at a model's queries once: text that no task uses."""
@@ -342,6 +376,12 @@ def _measured(cache: Any, lengths: Sequence[int]) -> tuple[Row, ...]:
             )
         )
     return tuple(rows)
+
+
+def _taken(cache: Any, logits: jax.Array, evicting: tuple, kept: jax.Array) -> Any:
+    """The rows `kept` of everything that has rows."""
+    data = tuple({**one, "budget": one["budget"][kept]} for one in evicting)
+    return kvjax.take_rows(cache, kept), logits[kept], data
 
 
 def _question_bucket(length: int) -> int:
