@@ -22,7 +22,7 @@ from eval.stages import Answers, Compressed, Prefilled, Row
 from kvjax import decoding, generation, sizing
 from kvjax.cache.entries import entry_positions
 from kvjax.policies.base import Schedule, Uniform
-from kvjax.policy_params import policy_params
+from kvjax.policy_arrays import policy_params
 
 _QUESTION_STEP = 16
 _ROOM_STEP = 64  # tasks whose answers differ little in length share their compilations

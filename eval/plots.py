@@ -37,7 +37,7 @@ def available() -> bool:
     return True
 
 
-def _figure(draw: Callable[..., Any]) -> Callable[..., str]:
+def figure_style(draw: Callable[..., Any]) -> Callable[..., str]:
     """Runs `draw(name, ...) -> figure` under this module's style; the figure as SVG.
 
     Ids within one page must differ between figures and agree between runs: `name` salts them.
@@ -70,7 +70,7 @@ def _figure(draw: Callable[..., Any]) -> Callable[..., str]:
     return drawn
 
 
-@_figure
+@figure_style
 def score_against_bytes(name: str, rows: Sequence[Row]) -> Any:
     """Mean score over mean measured cache bytes, one line per policy, with 95 % intervals."""
     from matplotlib.figure import Figure
@@ -84,7 +84,7 @@ def score_against_bytes(name: str, rows: Sequence[Row]) -> Any:
     return figure
 
 
-@_figure
+@figure_style
 def scores_of_tasks(name: str, tables: Mapping[str, Sequence[Row]]) -> Any:
     """`score_against_bytes` of many tasks by their names, small, under one legend."""
     from matplotlib.figure import Figure
@@ -105,7 +105,7 @@ def scores_of_tasks(name: str, tables: Mapping[str, Sequence[Row]]) -> Any:
     return figure
 
 
-@_figure
+@figure_style
 def depth_by_length(name: str, samples: Sequence[SampleResult], columns: Sequence[Column]) -> Any:
     """Heat maps of mean score, depth against prompt length: policies down, budgets across."""
     import matplotlib as mpl

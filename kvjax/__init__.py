@@ -25,7 +25,7 @@ _EXPORTS = {
     "kvjax.policies": (
         "Policy", "Protection", "Schedule", "Scorer", "policy", "policy_names", "register",
     ),
-    "kvjax.policy_params": ("load_policy", "policy_params"),
+    "kvjax.policy_arrays": ("load_policy", "policy_params"),
     # Decoding
     "kvjax.generation": ("Generation", "Sampling"),
     "kvjax.inference": (
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
         policy_names,
         register,
     )
-    from kvjax.policy_params import load_policy, policy_params
+    from kvjax.policy_arrays import load_policy, policy_params
     from kvjax.session import Session
 
 

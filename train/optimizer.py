@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Literal
 
+import jax
+import jax.numpy as jnp
 import optax
 
 
@@ -45,7 +49,12 @@ class OptimizerConfig:
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """The learning rate at each of `steps` updates."""
+    """The learning rate at each of `steps` updates, which are counted from 0."""
+    schedule = _schedule(config, steps)
+    return lambda step: schedule(jnp.asarray(step, jnp.float32))
+
+
+def _schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     peak, warmup = config.learning_rate, min(config.warmup, max(steps - 1, 0))
     floor = min(config.floor, peak)
     rest = max(steps - warmup, 1)
@@ -82,6 +91,21 @@ def optimizer(
     if config.clip:
         parts.insert(0, optax.clip_by_global_norm(config.clip))
     chained = optax.chain(*parts)
-    if accumulation == 1:
-        return chained
-    return optax.MultiSteps(chained, every_k_schedule=accumulation).gradient_transformation()
+    if accumulation > 1:
+        several = optax.MultiSteps(chained, every_k_schedule=accumulation)
+        chained = several.gradient_transformation()
+    return _with_usual_promotion(chained)
+
+
+def _with_usual_promotion(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Optax mixes dtypes and ranks as JAX allows by default; ours may be run under strict rules."""
+
+    def usual[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+                return function(*args, **kwargs)
+
+        return run
+
+    return optax.GradientTransformation(usual(inner.init), usual(inner.update))

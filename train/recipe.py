@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from kvjax.models.decoder import Decoder
 
-type Params = Any
+type Params = dict[str, Array]
 type Batch = Mapping[str, Array]
 """tokens, segments, positions int32 [B, T]; labels bool [B, T]: see `train.data`."""
 
@@ -21,8 +21,8 @@ class Recipe(Protocol):
     def init(self, model: Decoder, key: Array) -> Params:
         """Float32 parameters to start from."""
 
-    def axes(self, params: Params) -> Params:
-        """The logical axes of every parameter, tuples of names of `ShardingRules`, or None."""
+    def axes(self, params: Params) -> dict[str, tuple[str | None, ...]]:
+        """The logical axes of every parameter: names of `ShardingRules`, or None."""
 
     def loss(
         self, params: Params, model: Decoder, batch: Batch, key: Array

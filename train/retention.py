@@ -121,7 +121,8 @@ class RetentionRecipe:
         present = jnp.take_along_axis(segments, at, axis=1) >= 0
         capacity = capacity_loss(held, age, present, config.memory, config.capacity)
         share = jnp.mean(held, axis=(0, 2)) / (age + 1).astype(jnp.float32)
-        kept = jnp.sum(jnp.where(present, share, 0.0)) / jnp.maximum(jnp.sum(present), 1)
+        count = jnp.maximum(jnp.sum(present), 1).astype(jnp.float32)
+        kept = jnp.sum(jnp.where(present, share, 0.0)) / count
         return base + config.capacity_weight * capacity, {
             "kl": divergence,
             "ce": cross_entropy,
@@ -203,10 +204,11 @@ def capacity_loss(
         heads = held.shape[0] * held.shape[2]
         held = jnp.sum(held, axis=(0, 2))
     else:
-        heads, age, present = 1, age[:, None], present[:, None]
+        heads, age, present = 1, age[None, :, None], present[None, :, None]
     reach = jnp.maximum((age - memory).astype(jnp.float32) * heads, 1.0)
-    over = jnp.where(present, jnp.maximum((held - memory * heads) / reach, 0.0), 0.0)
-    return jnp.sum(over) / jnp.maximum(jnp.sum(over > 0), 1)
+    over = (held - float(memory * heads)) / jnp.broadcast_to(reach, held.shape)
+    over = jnp.where(jnp.broadcast_to(present, held.shape), jnp.maximum(over, 0.0), 0.0)
+    return jnp.sum(over) / jnp.maximum(jnp.sum(over > 0), 1).astype(jnp.float32)
 
 
 def sampled_positions(key: Array, segments: Int[Array, "B T"], count: int) -> Int[Array, "B P"]:

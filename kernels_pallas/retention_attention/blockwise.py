@@ -175,6 +175,8 @@ def _backward(
 ) -> tuple[_Tensors, None]:
     """Logits get dz = p (d_out v - d_out out); log_beta_j sums dz_ij (i - j) over group and i."""
     tensors, mask, out, lse = saved
+    # A window that is a constant of the trace comes back from the residuals as a NumPy scalar.
+    mask = mask._replace(window=jnp.asarray(mask.window, jnp.int32))
     batch, kv_heads, group, _, size = tensors.queries.shape
     scale = jnp.float32(size**-0.5)
     offset = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)

@@ -21,6 +21,7 @@ COMMANDS = {
     "inspect": "show on a page which tokens a policy keeps",
     "eval": "compare policies and budgets on tasks, and write a report",
     "report": "write the report of runs of eval, merged or side by side",
+    "train": "train a learned policy for a frozen model",
     "policies": "list the eviction methods and their options",
     "convert": "write a checkpoint in another format",
 }

@@ -7,6 +7,7 @@ from pathlib import Path
 
 DESCRIPTION = """\
 Write the report of one or several runs of `kvjax eval`, finished or not; the model is not needed.
+Of a directory of `kvjax train` it draws the run.
 Shards of a run are taken together. Runs of the same model, protocol and seed are merged sample by
 sample, so that policies from different runs stand side by side; runs that differ in those get
 parts of their own on one page."""
@@ -34,6 +35,11 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--output={args.output!r}: allowed: a directory")
 
     from eval import merge, report, tables
+    from train import report as train_report
+
+    if len(args.runs) == 1 and train_report.is_run(Path(args.runs[0])):
+        print(train_report.write(Path(args.runs[0])))
+        return
 
     # A directory given twice is one run.
     directories = {path.resolve(): path for path in map(Path, args.runs)}

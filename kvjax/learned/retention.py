@@ -109,10 +109,11 @@ def log_beta(
     u = hidden.astype(jnp.float32)
     for layer in ("1", "2"):
         if f"w{layer}" in gates:
-            u = jax.nn.silu(jnp.matmul(u, gates[f"w{layer}"]) + gates[f"b{layer}"])
+            u = jax.nn.silu(jnp.matmul(u, gates[f"w{layer}"]) + gates[f"b{layer}"][None, None])
     if gates["w3"].ndim == 1:
         u = u.reshape(*u.shape[:-1], num_kv_heads, TIED_WIDTH)
-    y = jnp.matmul(u, gates["w3"]) + gates["b3"]
+    y = jnp.matmul(u, gates["w3"])
+    y = y + jnp.broadcast_to(gates["b3"], y.shape)
     return jax.nn.log_sigmoid(jnp.swapaxes(y, 1, 2))
 
 

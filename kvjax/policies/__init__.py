@@ -84,6 +84,7 @@ __all__ = [
     "random",
     "register",
     "restkv",
+    "retention",
     "rkv",
     "snapkv",
     "streaming",

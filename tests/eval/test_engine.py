@@ -107,6 +107,29 @@ def test_a_batch_of_contexts_answers_as_each_alone(loaded, run_config):
         assert [policy[i] for policy in alive] == [policy[0] for policy in alone[0]]
 
 
+def test_rows_that_have_ended_leave_the_batch_and_change_no_answer(loaded, run_config):
+    runner = engine.build(run_config, loaded)
+    prefilled = runner.prefill([list(range(5, 130))])
+    layout = engine.Layout(capacity=160)
+    rows = [runner.compress(prefilled, name, [40], layout) for name in POLICIES[1:]]
+    question = [list(range(300, 320))]
+    endless = [texts[0] for texts in runner.answer(prefilled, rows, question, 50).tokens]
+    assert [len(tokens) for tokens in endless] == [50] * 5
+    # Whatever the rows say fourth ends them: all but those that say the last row's fourth late.
+    ends = {tokens[3] for tokens in endless[:4]}
+    expected = [
+        tokens[: next((i for i, t in enumerate(tokens) if t in ends), 50)] for tokens in endless
+    ]
+
+    class Ending(WordTokenizer):
+        end_tokens = frozenset(ends)
+
+    other = engine.build(run_config, (loaded[0], Ending()))
+    ended = other.answer(prefilled, rows, question, 50)
+    assert [texts[0] for texts in ended.tokens] == expected
+    assert ended.steps == max(map(len, expected))
+
+
 def test_published_schedules_give_way_to_the_shared_prefill_unless_asked_for():
     def built(**options):
         config_ = config.PolicyConfig(name="streaming", options=tuple(options.items()))

@@ -1,0 +1,208 @@
+"""The one loop behind every trainer: step, watch, save, resume."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import signal
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from kvjax.models.decoder import Decoder
+from train import devices
+from train.checkpoints import Checkpoints
+from train.config import TrainConfig
+from train.metrics import Metrics, Show, progress_line, show
+from train.optimizer import learning_rate, optimizer
+from train.recipe import Recipe
+
+_RECENT = 50  # losses that the explosion guard compares with
+CONFIG_FILE = "config.json"
+EXPORT = "export"
+
+
+class Stopped(RuntimeError):
+    """The run ended early; the message says why, and what was saved."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """What a step changes."""
+
+    step: jax.Array
+    params: Any
+    optimizer: Any
+
+
+def train(
+    config: TrainConfig,
+    recipe: Recipe,
+    model: Decoder,
+    data: Any,
+    progress: Show = show,
+) -> TrainState:
+    """Runs `config.steps` steps, or what is left of them after the newest checkpoint.
+
+    `data` is an iterator of batches with `get_state` and `set_state` (`train.data.build`). The
+    random key of a step follows from seed and step, so a resumed run equals an unbroken one.
+
+    Raises:
+      ValueError: the output directory holds a run of another config.
+      Stopped: a loss that is not finite or explodes (step and batch are saved), or SIGTERM.
+    """
+    directory = Path(config.output)
+    _claim(directory, config)
+    mesh = devices.mesh_of(config.mesh, config.batch, config.length)
+    transform = optimizer(config.optimizer, _updates(config), config.accumulation)
+    state = _initial(config, recipe, model, transform, mesh)
+    checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint)
+    if (latest := checkpoints.latest) is not None:
+        state, place = checkpoints.restore(latest, state)
+        data.set_state(place["data"])
+        progress(f"resumed at step {latest} of {config.steps}")
+    first = int(state.step)
+    metrics = Metrics(directory, first)
+    step_fn = _step(config, recipe, transform)
+    guard = _Guard(config.explode)
+    tokens_per_step = config.batch * config.length
+    start, counted = time.perf_counter(), first
+    with _terminated() as asked_to_stop:
+        for number in range(first + 1, config.steps + 1):
+            batch = next(data)
+            state, values = step_fn(state, model, devices.place_batch(batch, mesh))
+            values = {name: float(value) for name, value in values.items()}
+            if (reason := guard.check(values["loss"])) is not None:
+                where = _save_batch(directory, number, batch)
+                checkpoints.close()
+                metrics.close()
+                raise Stopped(f"step {number}: {reason}; its batch is in {where}")
+            if number == first + 1:  # compilation is not in the rate
+                start, counted = time.perf_counter(), number
+            if number % config.log == 0 or number == config.steps:
+                spent = max(time.perf_counter() - start, 1e-9)
+                rate = (number - counted) / spent
+                metrics.write(number, {**values, "tokens_per_second": rate * tokens_per_step})
+                left = (config.steps - number) / rate if rate else 0.0
+                progress(progress_line(number, config.steps, values, rate * tokens_per_step, left))
+            stopping = asked_to_stop()
+            if checkpoints.due(number) or number == config.steps or stopping:
+                checkpoints.save(number, state, data.get_state(), {"config": config.hash})
+            if stopping and number < config.steps:
+                checkpoints.close()
+                metrics.close()
+                raise Stopped(f"asked to stop: saved at step {number} of {config.steps}")
+    checkpoints.close()
+    metrics.close()
+    return state
+
+
+def _updates(config: TrainConfig) -> int:
+    return max(1, config.steps // config.accumulation)
+
+
+def _initial(
+    config: TrainConfig,
+    recipe: Recipe,
+    model: Decoder,
+    transform: optax.GradientTransformation,
+    mesh: Any,
+) -> TrainState:
+    """Parameters and optimizer state from the seed, laid out by the recipe's named axes."""
+
+    def make(key: jax.Array) -> TrainState:
+        params = recipe.init(model, key)
+        return TrainState(jnp.int32(0), params, transform.init(params))
+
+    key = jax.random.key(config.seed)
+    if mesh is None:
+        return jax.jit(make)(key)
+    shapes = jax.eval_shape(make, key)
+    shardings = devices.state_shardings(shapes, recipe.axes(shapes.params), mesh)
+    return jax.jit(make, out_shardings=shardings)(key)
+
+
+def _step(config: TrainConfig, recipe: Recipe, transform: optax.GradientTransformation) -> Any:
+    rates = learning_rate(config.optimizer, _updates(config))
+
+    def step(state: TrainState, model: Decoder, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        key = jax.random.fold_in(jax.random.key(config.seed + 1), state.step)
+        loss = jax.value_and_grad(recipe.loss, has_aux=True)
+        (total, parts), gradients = loss(state.params, model, batch, key)
+        updates, optimizer_state = transform.update(gradients, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+        values = {
+            "loss": total,
+            **parts,
+            "gradient_norm": optax.tree.norm(gradients),
+            "learning_rate": jnp.asarray(rates(state.step // config.accumulation)),
+        }
+        return TrainState(state.step + 1, params, optimizer_state), values
+
+    return jax.jit(step, donate_argnums=0)
+
+
+class _Guard:
+    """Says what is wrong with a loss: not finite, or far above its recent median."""
+
+    def __init__(self, factor: float):
+        self.factor = factor
+        self.recent: deque[float] = deque(maxlen=_RECENT)
+
+    def check(self, loss: float) -> str | None:
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        if len(self.recent) == _RECENT:
+            usual = statistics.median(self.recent)
+            if loss > self.factor * max(usual, 1e-3):
+                return f"the loss is {loss:.4g}, {loss / usual:.0f} times its recent median"
+        self.recent.append(loss)
+        return None
+
+
+@contextlib.contextmanager
+def _terminated() -> Iterator[Any]:
+    """Gives a function that says whether SIGTERM has come; the run then saves and leaves."""
+    came: list[int] = []
+    try:
+        before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    except ValueError:  # not the main thread: its owner handles signals
+        yield lambda: False
+        return
+    try:
+        yield lambda: bool(came)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _save_batch(directory: Path, step: int, batch: dict[str, np.ndarray]) -> Path:
+    path = directory / f"batch-of-step-{step}.npz"
+    np.savez(path, **batch)
+    return path
+
+
+def _claim(directory: Path, config: TrainConfig) -> None:
+    """Refuses a directory that holds another run; writes down what this one is."""
+    path = directory / CONFIG_FILE
+    if path.exists():
+        found = json.loads(path.read_text(encoding="utf-8")).get("config_hash")
+        if found != config.hash:
+            raise ValueError(
+                f"output {str(directory)!r} holds a run of another config ({found}, this is "
+                f"{config.hash}): choose another output, or delete it"
+            )
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    content = {"config_hash": config.hash, "config": dataclasses.asdict(config)}
+    path.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")

@@ -1,0 +1,12 @@
+"""The recipe of a config."""
+
+from __future__ import annotations
+
+from train.config import TrainConfig
+from train.recipe import Recipe
+from train.retention import RetentionRecipe
+
+
+def recipe_of(config: TrainConfig) -> Recipe:
+    """What trains the module that the config names."""
+    return RetentionRecipe(config.module, config.length)
