@@ -37,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lengths", metavar="N,...", help="prompt lengths of generated tasks, in tokens"
     )
     parser.add_argument(
+        "--max-new-tokens", metavar="N", type=int, help="length of every answer, in tokens"
+    )
+    parser.add_argument(
         "--batch",
         metavar="N",
         type=int,
@@ -144,6 +147,8 @@ def _configs(args: argparse.Namespace) -> list[Any]:
         raise ValueError("eval needs --config FILE (see kvjax eval --help)")
     if args.samples is not None and args.samples < 1:
         raise ValueError(f"--samples={args.samples}: allowed: integers >= 1")
+    if args.max_new_tokens is not None and args.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens={args.max_new_tokens}: allowed: integers >= 1")
     if args.output is not None and not args.output.strip():
         raise ValueError(f"--output={args.output!r}: allowed: a directory")
     configs = config_module.load_all(args.config)
@@ -155,7 +160,8 @@ def _configs(args: argparse.Namespace) -> list[Any]:
     for config in configs:
         tasks = tuple(_changed(task, args) for task in config.tasks)
         output = args.output or config.output
-        changed.append(dataclasses.replace(config, tasks=tasks, output=output))
+        new = args.max_new_tokens or config.max_new_tokens
+        changed.append(dataclasses.replace(config, tasks=tasks, output=output, max_new_tokens=new))
         for name in {name for task in tasks for name in task.haystacks}:
             haystacks.load(name)
     return changed

@@ -34,6 +34,7 @@ def demo(tmp_path, **changes):
         ({}, ["--lengths", "1k"], "--lengths='1k'"),
         ({}, ["--shard", "4/4"], "--shard='4/4': allowed: I/N with 0 <= I < N"),
         ({}, ["--batch", "0"], "--batch=0"),
+        ({}, ["--max-new-tokens", "0"], "--max-new-tokens=0"),
         ({"model": "no-such-model"}, [], "no-such-model"),
         ({"budgets": [0]}, [], "budgets[0]=0"),
         ({"colour": "red"}, [], "unknown key 'colour'"),
