@@ -34,6 +34,13 @@ def program(*arguments: str) -> subprocess.Popen:
     )
 
 
+def assert_same_losses(output: Path, unbroken) -> None:
+    """Equal but for the order in which a CPU's threads happen to sum: a last bit of float32."""
+    found = tiny_run.losses(str(output))
+    assert list(found) == list(unbroken[0])
+    np.testing.assert_allclose(list(found.values()), list(unbroken[0].values()), rtol=1e-6)
+
+
 def wait_for_checkpoint(output: Path, process: subprocess.Popen) -> None:
     """Until a checkpoint is whole: Orbax gives it its plain name at the end."""
     for _ in range(1200):
@@ -61,7 +68,7 @@ def test_a_killed_run_resumes_with_the_losses_of_an_unbroken_one(tmp_path, unbro
     process.send_signal(signal.SIGKILL)
     process.wait()
     tiny_run.run(str(output), 6)
-    assert tiny_run.losses(str(output)) == unbroken[0]
+    assert_same_losses(output, unbroken)
 
 
 def test_sigterm_saves_before_leaving(tmp_path, unbroken):
@@ -73,7 +80,7 @@ def test_sigterm_saves_before_leaving(tmp_path, unbroken):
     if process.returncode != 0:  # it may have been at its last step
         assert "asked to stop: saved at step" in errors
     tiny_run.run(str(output), 6)
-    assert tiny_run.losses(str(output)) == unbroken[0]
+    assert_same_losses(output, unbroken)
 
 
 def test_every_mesh_gives_the_same_losses(unbroken):
