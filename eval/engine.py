@@ -91,10 +91,6 @@ class KvjaxEngine:
     ):
         self.model, self.tokenizer = loaded
         self.policies = dict(policies)
-        self.params = {
-            label: policy_params(self.model, policy, self._calibration)
-            for label, policy in self.policies.items()
-        }
         self.compilations = 0
         self.compile_seconds = 0.0
         self.model_seconds = 0.0
@@ -103,6 +99,11 @@ class KvjaxEngine:
         self._mesh = Mesh(np.asarray(devices), ("data",)) if len(devices) > 1 else None
         if self._mesh is not None:
             self.model = jax.device_put(self.model, NamedSharding(self._mesh, PartitionSpec()))
+        # After the model has its place: what is made from its weights lies where they do.
+        self.params = {
+            label: policy_params(self.model, policy, self._calibration)
+            for label, policy in self.policies.items()
+        }
 
     @property
     def context_limit(self) -> int:

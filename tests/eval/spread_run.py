@@ -19,7 +19,7 @@ def main() -> None:
     from tests.eval.test_engine import CONFIG
 
     loaded = (kvjax.Decoder.random(CONFIG, jax.random.key(1)), WordTokenizer())
-    names = ["knorm", "snapkv", "ada-snapkv"]
+    names = ["knorm", "snapkv", "ada-snapkv", "restkv"]  # the last brings arrays along
     policies = engine.build_policies([config.PolicyConfig(name=name) for name in names])
     rng = np.random.default_rng(0)
     prompts = [rng.integers(5, 900, size).tolist() for size in (125, 110, 97, 128, 80, 101, 99, 77)]

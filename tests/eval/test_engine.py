@@ -9,6 +9,7 @@ import pytest
 import kvjax
 from eval import config, engine, harness
 from tests.eval.fakes import WordTokenizer, small_config
+from train.retention import RetentionConfig, RetentionRecipe
 
 CONFIG = kvjax.ModelConfig(
     vocab_size=2048,
@@ -184,6 +185,22 @@ def test_a_chunked_policy_has_a_prefill_of_its_own(loaded, run_config):
     )
     np.testing.assert_allclose(compressed.logits, logits, rtol=1e-5, atol=1e-5)
     assert np.array_equal(compressed.cache.positions[..., :40], cache.positions[..., :40])
+
+
+def test_a_trained_module_is_a_policy_of_a_config(loaded, run_config, tmp_path):
+    model, _ = loaded
+    recipe = RetentionRecipe(RetentionConfig(width=8, bias=2.0), 128)
+    recipe.export(recipe.init(model, jax.random.key(0)), model, tmp_path / "gates", {})
+    path = str(tmp_path / "gates")
+    changed = small_config(
+        tasks=[run_config.mapping["tasks"][0] | {"samples": 1}],
+        policies=["full", {"retention-global": {"path": path}}],
+        budgets=[0.5],
+    )
+    results = harness.run(changed, engine.build(changed, loaded), output=tmp_path / "run")
+    assert [record.error for _, record in results.failures] == []
+    full, kept = results.samples[0].records
+    assert kept.kept_tokens == pytest.approx(full.kept_tokens / 2, abs=1)
 
 
 @pytest.mark.model
