@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from eval.commit import commit
 from eval.config import Config
 from eval.planning import Plan, Planned, plan
 from eval.progress import Progress, silent
@@ -74,7 +74,7 @@ def run(
     }
     header = {
         "prompt": prompt,
-        "environment": {**_environment(engine), **(environment or {})},
+        "environment": {"commit": commit(), **engine.versions(), **(environment or {})},
         "absent": planned.absent,
     }
     done = {name: finished[name] for name in mine if name in finished}
@@ -400,24 +400,3 @@ def _excerpt(sample: Sample) -> str:
     left, right = max(0, start - _EXCERPT), min(len(sample.context), end + _EXCERPT)
     before, after = "…" if left else "", "…" if right < len(sample.context) else ""
     return before + sample.context[left:right] + after
-
-
-def _environment(engine: Engine) -> dict[str, Any]:
-    return {"commit": _commit(), **engine.versions()}
-
-
-def _commit() -> str | None:
-    """The commit of the code that ran, with "-dirty" where it was changed; None outside git."""
-    where = Path(__file__).parent
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(where), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        if not git("ls-files", Path(__file__).name):
-            return None
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None

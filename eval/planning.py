@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from eval import haystacks
@@ -55,9 +56,9 @@ def plan(config: Config, count_tokens: CountTokens) -> Plan:
         if found:
             _check_scoring(task, found[0].make())
         samples += found
-    repeated = [i for i, n in _counts(planned.id for planned in samples).items() if n > 1]
-    if repeated:
-        raise ValueError(f"tasks: sample {repeated[0]!r} is asked for twice; ask for it once")
+    (most,) = Counter(planned.id for planned in samples).most_common(1) or [("", 0)]
+    if most[1] > 1:
+        raise ValueError(f"tasks: sample {most[0]!r} is asked for twice; ask for it once")
     return Plan(samples=tuple(samples), absent=tuple(absent.items()))
 
 
@@ -174,10 +175,3 @@ def _maker(task: Task, request: Request, sample_id: str) -> Callable[[], Sample]
 
 def _made(sample: Sample) -> Callable[[], Sample]:
     return lambda: sample
-
-
-def _counts(items: Iterator[str]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for item in items:
-        counts[item] = counts.get(item, 0) + 1
-    return counts

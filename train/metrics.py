@@ -75,10 +75,8 @@ def progress_line(
     step: int, steps: int, values: Mapping[str, float], tokens_per_second: float, left: float
 ) -> str:
     """step, loss and its parts, tokens per second, time left."""
-    parts = " ".join(
-        f"{name} {value:.4g}" for name, value in values.items() if name in _SHOWN or name == "loss"
-    )
+    parts = " ".join(f"{name} {value:.4g}" for name, value in values.items() if name in _SHOWN)
     return f"[{step}/{steps}] {parts} | {tokens_per_second:.0f} tok/s | {duration(left)} left"
 
 
-_SHOWN = ("kl", "ce", "capacity", "occupancy", "gap_closed")
+_SHOWN = ("loss", "kl", "ce", "capacity", "occupancy")

@@ -9,4 +9,5 @@ from train.retention import RetentionRecipe
 
 def recipe_of(config: TrainConfig) -> Recipe:
     """What trains the module that the config names."""
-    return RetentionRecipe(config.module, config.length)
+    recipes = {"retention": RetentionRecipe}
+    return recipes[config.kind](config.module, config.length)

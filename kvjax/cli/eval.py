@@ -74,6 +74,11 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         return _list()
     shard = _shard(args.shard)
+    if args.overwrite and shard[1] > 1:
+        raise ValueError(
+            f"--overwrite with --shard {args.shard}: it would drop what the other parts wrote; "
+            "delete the directory before the first of them starts"
+        )
     if args.batch is not None and args.batch < 1:
         raise ValueError(f"--batch={args.batch}: allowed: integers >= 1")
     configs = _configs(args)

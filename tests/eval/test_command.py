@@ -33,6 +33,7 @@ def demo(tmp_path, **changes):
         ({"policies": [{"kvzip": {"prefill": "chunked"}}]}, [], "policies[0]: kvzip replays"),
         ({}, ["--lengths", "1k"], "--lengths='1k'"),
         ({}, ["--shard", "4/4"], "--shard='4/4': allowed: I/N with 0 <= I < N"),
+        ({}, ["--shard", "1/4", "--overwrite"], "--overwrite with --shard 1/4"),
         ({}, ["--batch", "0"], "--batch=0"),
         ({}, ["--max-new-tokens", "0"], "--max-new-tokens=0"),
         ({"model": "no-such-model"}, [], "no-such-model"),

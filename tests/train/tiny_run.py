@@ -82,7 +82,10 @@ def losses(output: str) -> dict[int, float]:
 
 
 def run(output: str, steps: int, mesh: Any = None, delay: float = 0.0) -> Any:
+    import jax
+
     import kvjax
+    from kvjax.models.sharding import parameter_shardings
     from tests import tiny
     from train import devices
     from train.loop import train
@@ -92,18 +95,15 @@ def run(output: str, steps: int, mesh: Any = None, delay: float = 0.0) -> Any:
     model = tiny.model(num_layers=2)
     laid = devices.mesh_of(settings.mesh, BATCH, LENGTH)
     if laid is not None:
-        parameters = {
-            name: __import__("jax").device_put(model.parameters[name], sharding)
-            for name, sharding in _shardings(model, laid).items()
-        }
-        model = kvjax.Decoder(model.config, parameters)
+        shardings = parameter_shardings(model.config, laid)
+        model = kvjax.Decoder(
+            model.config,
+            {
+                name: jax.device_put(model.parameters[name], where)
+                for name, where in shardings.items()
+            },
+        )
     return train(settings, recipe_of(settings), model, Batches(delay=delay), lambda line: None)
-
-
-def _shardings(model: Any, mesh: Any) -> Any:
-    from kvjax.models.sharding import parameter_shardings
-
-    return parameter_shardings(model.config, mesh)
 
 
 def main() -> None:
