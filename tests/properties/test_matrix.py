@@ -27,6 +27,7 @@ KINDS: dict[str, Allocator | None] = {
     "uniform": allocators.Uniform(),
     "pyramid": allocators.Pyramid(recent=4),
     "ada": allocators.Ada(),
+    "cake": allocators.Cake(),
     "global": allocators.Global(),
 }
 SCHEDULES: dict[str, dict[str, Any]] = {
