@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +32,13 @@ def token_losses(
     teacher: Float[Array, "B T E"] | None,
     tokens: Int[Array, "B T"],
     labels: Bool[Array, "B T"],
-    block: int = 256,
+    block: int = 128,
 ) -> TokenLosses:
     """Next-token cross-entropy, and sum_v p_teacher (log p_teacher - log p_student), T = 1.
 
     `student` and `teacher` are residual streams before the final norm. labels[t] says that token
-    t + 1 is to be predicted from t. Logits of `block` positions exist at a time; the backward
-    pass computes them again.
+    t + 1 is to be predicted from t. Logits of `block` positions exist at a time, those of blocks
+    without a label never; the backward pass computes them again.
     """
     batch, length, width = student.shape
     following = jnp.roll(tokens, -1, axis=1)
@@ -51,12 +51,9 @@ def token_losses(
 
     teacher = None if teacher is None else split(lax.stop_gradient(teacher))
 
-    @jax.checkpoint
-    def part(
-        total: TokenLosses, inputs: tuple[Array, Array | None, Array, Array]
-    ) -> tuple[TokenLosses, None]:
-        x, reference, targets, counted = inputs
-        weight = counted.astype(jnp.float32)
+    zero = jnp.zeros((), jnp.float32)
+
+    def counted_part(x: Array, reference: Array | None, targets: Array, weight: Array) -> Any:
         log_p = jax.nn.log_softmax(model.logits(x), axis=-1)
         chosen = jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
         divergence = jnp.zeros((), jnp.float32)
@@ -64,13 +61,24 @@ def token_losses(
             log_q = jax.nn.log_softmax(model.logits(reference), axis=-1)
             apart = jnp.sum(jnp.exp(log_q) * (log_q - log_p), axis=-1)
             divergence = jnp.sum(apart * weight)
+        return -jnp.sum(chosen * weight), divergence
+
+    @jax.checkpoint
+    def part(
+        total: TokenLosses, inputs: tuple[Array, Array | None, Array, Array]
+    ) -> tuple[TokenLosses, None]:
+        x, reference, targets, counted = inputs
+        weight = counted.astype(jnp.float32)
+        # Where only answers are labelled most blocks hold no label, and cost nothing.
+        cross_entropy, divergence = lax.cond(
+            jnp.any(counted), counted_part, lambda *_: (zero, zero), x, reference, targets, weight
+        )
         return TokenLosses(
-            total.cross_entropy - jnp.sum(chosen * weight),
+            total.cross_entropy + cross_entropy,
             total.divergence + divergence,
             total.count + jnp.sum(weight),
         ), None
 
     del width
-    zero = jnp.zeros((), jnp.float32)
     inputs = (split(student), teacher, split(following), split(labels))
     return lax.scan(part, TokenLosses(zero, zero, zero), inputs)[0]

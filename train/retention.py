@@ -48,7 +48,7 @@ class RetentionConfig:
     kl: bool = True
     ce: bool = True
     positions: int = 128  # sampled for the capacity loss in every row; 0 takes all
-    vocabulary_block: int = 256
+    vocabulary_block: int = 128
 
     def __post_init__(self) -> None:
         if self.name not in ("retention-local", "retention-global"):
