@@ -31,6 +31,7 @@ _EXPORTS = {
     "kvjax.inference": (
         "compress", "extend", "generate", "observe", "prefill", "replay", "stream",
     ),
+    "kvjax.likelihood": ("log_likelihood",),
     "kvjax.session": ("Session",),
 }  # fmt: skip
 _HOMES = {name: module for module, names in _EXPORTS.items() for name in names}
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from kvjax.cache.storage import load_cache, save_cache
     from kvjax.generation import Generation, Sampling
     from kvjax.inference import compress, extend, generate, observe, prefill, replay, stream
+    from kvjax.likelihood import log_likelihood
     from kvjax.models.checkpoint import Loaded, load
     from kvjax.models.config import ModelConfig
     from kvjax.models.decoder import Decoder

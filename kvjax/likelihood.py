@@ -1,0 +1,89 @@
+"""How likely a continuation is, given a cache: what perplexity after eviction is made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int
+
+from kvjax.cache import Cache
+from kvjax.checks import check_cache, check_ids
+from kvjax.layer_steps import attend, prompt_positions
+from kvjax.models.decoder import Decoder
+
+_BLOCK = 128  # positions whose logits exist at a time
+
+
+def log_likelihood(
+    model: Decoder,
+    cache: Cache,
+    logits: Float[Array, "B V"],
+    tokens: Int[Array | np.ndarray, "B T"],
+    lengths: Int[Array | np.ndarray, " B"] | None = None,
+) -> Float32[Array, "B T"]:
+    """log p of every token of a continuation, in nats; 0 in the padding behind `lengths`.
+
+    `cache` and `logits` are what prefill, compress or extend returned for what comes before. The
+    tokens attend to the cache as it stands and to each other; nothing is evicted or changed.
+    Perplexity is exp of minus the mean.
+
+    Raises:
+      ValueError: a cache of another model, or ids outside the vocabulary.
+    """
+    tokens = jnp.asarray(tokens, jnp.int32)
+    full = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
+    lengths = full if lengths is None else jnp.asarray(lengths, jnp.int32)
+    check_cache(model, cache)
+    check_ids(model, tokens)
+    return _log_likelihood(model, cache, logits, tokens, lengths)
+
+
+@jax.jit
+def _log_likelihood(
+    model: Decoder,
+    cache: Cache,
+    logits: Float[Array, "B V"],
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+) -> Float32[Array, "B T"]:
+    place = prompt_positions(tokens, lengths)
+    positions = jnp.where(place >= 0, cache.next_position[:, None] + place, -1)
+    rotation = model.rotation(positions)
+
+    def body(x: Array, inputs: Any) -> tuple[Array, None]:
+        layer, window, view = inputs
+        return attend(layer, x, rotation, positions, window, frozenset(), (cache, view))[0], None
+
+    inputs = (model.layers, jnp.asarray(model.windows), cache.views)
+    x, _ = lax.scan(body, model.embed(tokens), inputs)
+    first = _chosen(logits, tokens[:, 0])[:, None]
+    found = jnp.concatenate([first, _following(model, x, tokens)], axis=1)
+    return jnp.where(place >= 0, found, 0.0)
+
+
+def _following(
+    model: Decoder, x: Float[Array, "B T E"], tokens: Int[Array, "B T"]
+) -> Float32[Array, "B T-1"]:
+    """log p of tokens 1 to T - 1 from the residual stream of those before, block by block."""
+    batch, length = tokens.shape
+    count = -(-length // _BLOCK)
+    padding = count * _BLOCK - length
+
+    def split(array: Array) -> Array:
+        wide = jnp.pad(array, ((0, 0), (0, padding), *(((0, 0),) * (array.ndim - 2))))
+        return jnp.moveaxis(wide.reshape(batch, count, _BLOCK, *array.shape[2:]), 1, 0)
+
+    targets = jnp.roll(tokens, -1, axis=1)
+    blocks = lax.map(
+        lambda part: _chosen(model.logits(part[0]), part[1]), (split(x), split(targets))
+    )
+    return jnp.moveaxis(blocks, 0, 1).reshape(batch, -1)[:, : length - 1]
+
+
+def _chosen(logits: Float[Array, "*n V"], tokens: Int[Array, "*n"]) -> Float32[Array, "*n"]:
+    log_p = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    return jnp.take_along_axis(log_p, tokens[..., None], axis=-1)[..., 0]
