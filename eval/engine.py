@@ -313,9 +313,7 @@ class KvjaxEngine:
         return [text[:max_new_tokens] for text in texts], min(steps, max_new_tokens), seconds
 
     def _calibration(self) -> list[int]:
-        """Tokens for policies that look at a model's queries once: text that no task uses."""
-        sentences = haystacks.load("sentences").sentences[-_CALIBRATION:]
-        return self.tokenizer.encode("".join(sentences))[:_CALIBRATION]
+        return calibration_tokens(self.tokenizer)
 
     def versions(self) -> dict[str, str]:
         """Of what can change a result."""
@@ -355,6 +353,12 @@ class KvjaxEngine:
 def build(config: Config, loaded: Any) -> KvjaxEngine:
     """An engine for the policies of `config` and what `kvjax.load` returned."""
     return KvjaxEngine(loaded, build_policies(config.policies))
+
+
+def calibration_tokens(tokenizer: Any) -> list[int]:
+    """Tokens for policies that look at a model's queries once: text that no task uses."""
+    sentences = haystacks.load("sentences").sentences[-_CALIBRATION:]
+    return tokenizer.encode("".join(sentences))[:_CALIBRATION]
 
 
 def _measured(cache: Any, lengths: Sequence[int]) -> tuple[Row, ...]:

@@ -11,6 +11,7 @@ from jaxtyping import Int
 
 from kvjax.cache import Cache
 from kvjax.cache.entries import kept_mask
+from kvjax.inspection_dilution import Dilution, by_layer
 from kvjax.inspection_figures import View, escaped, hues, maps, profile, swatch
 
 _SCRIPT = """\
@@ -55,6 +56,7 @@ def render_page(
     model: str,
     budget: str,
     full_nbytes: int,
+    dilution: Dilution | None = None,
 ) -> str:
     """One self-contained page: nothing is loaded and all foreign text is escaped.
 
@@ -63,27 +65,38 @@ def render_page(
       views: one policy, or two to compare.
       model, budget: as the page should name them.
       full_nbytes: bytes of the cache that keeps everything.
+      dilution: the attention on a passage, for a section of its own.
 
     Raises:
-      ValueError: not one or two views, or views of another number of tokens.
+      ValueError: not one or two views, views of another number of tokens, or a dilution of
+        other views.
     """
     if not 1 <= len(views) <= 2:
         raise ValueError(f"{len(views)} views: allowed are one, or two to compare")
     for view in views:
         if view.kept.shape[2] != len(texts):
             raise ValueError(f"view of {view.kept.shape[2]} tokens for {len(texts)} texts")
+    if dilution is not None and len(dilution.masses) != 1 + len(views):
+        raise ValueError(
+            f"dilution of {len(dilution.masses)} caches: allowed is the full cache and then one "
+            f"for each of {len(views)} views"
+        )
     names = " and ".join(escaped(view.name) for view in views)
     title = f"What {names} keep{'s' if len(views) == 1 else ''} of {len(texts):,} tokens"
     style = resources.files("kvjax").joinpath("inspection.css").read_text(encoding="utf-8")
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
     body = [
         f"<header><p class=kicker>kvjax inspect · {escaped(model)}</p><h1>{title}</h1>",
-        f"<p class=lead>{_lead(views, budget)}</p>{_cards(texts, views, full_nbytes)}</header>",
+        f"<p class=lead>{_lead(views, budget)}</p>{_cards(texts, views, full_nbytes, dilution)}"
+        "</header>",
         f"<section><h2>The prompt</h2>{_prompt(texts, views)}</section>",
         f"<section><h2>By position</h2>{profile(views)}</section>",
         f"<section><h2>By layer and head</h2>{maps(views)}</section>",
         "<footer>Bytes are the sum of the cache's array sizes.</footer>",
     ]
+    if dilution is not None:
+        section = f"<section><h2>Attention on the passage</h2>{by_layer(dilution, views)}</section>"
+        body.insert(-1, section)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
@@ -104,10 +117,12 @@ def _lead(views: Sequence[View], budget: str) -> str:
     )
 
 
-def _cards(texts: Sequence[str], views: Sequence[View], full_nbytes: int) -> str:
+def _cards(
+    texts: Sequence[str], views: Sequence[View], full_nbytes: int, dilution: Dilution | None
+) -> str:
     cards = []
     total = views[0].pairs * len(texts)
-    for view, hue in zip(views, hues(views), strict=True):
+    for index, (view, hue) in enumerate(zip(views, hues(views), strict=True)):
         counts = view.counts
         rows = {
             "entries kept": f"{view.entries:,} of {total:,}",
@@ -116,6 +131,8 @@ def _cards(texts: Sequence[str], views: Sequence[View], full_nbytes: int) -> str
             "tokens kept everywhere": f"{int((counts == view.pairs).sum()):,}",
             "tokens kept nowhere": f"{int((counts == 0).sum()):,}",
         }
+        if dilution is not None:
+            rows |= dilution.card(index, view)
         cards.append(_card(swatch(hue) + escaped(view.name), rows))
     if len(views) == 2:
         one, two = (view.kept for view in views)

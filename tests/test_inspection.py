@@ -11,6 +11,7 @@ import pytest
 
 import kvjax
 from kvjax.inspection import budget_map, kept_counts, render_page, token_texts
+from kvjax.inspection_dilution import Dilution
 from kvjax.inspection_figures import View
 from tests.models.small import random_model, small_tokenizer
 
@@ -28,8 +29,18 @@ def view(name: str = "one", seed: int = 0, length: int = len(HOSTILE)) -> View:
     return View(name=name, kept=kept, nbytes=1234)
 
 
-def page(*views: View, texts: list[str] = HOSTILE, model: str = "a model") -> str:
-    return render_page(texts, views, model=model, budget="10 entries", full_nbytes=99_999)
+def page(
+    *views: View, texts: list[str] = HOSTILE, model: str = "a model", **options: object
+) -> str:
+    return render_page(
+        texts, views, model=model, budget="10 entries", full_nbytes=99_999, **options
+    )
+
+
+def dilution(caches: int, layers: int = 3) -> Dilution:
+    rng = np.random.default_rng(caches)
+    masses = tuple(rng.uniform(0, 0.2, (layers, 4)).astype(np.float32) for _ in range(caches))
+    return Dilution(question="<b>Who?", useful=np.arange(len(HOSTILE)) < 2, masses=masses)
 
 
 @pytest.mark.parametrize("pages", [None, 4])
@@ -146,6 +157,27 @@ def test_totals_are_in_the_page():
     assert f"<dt>kept by both</dt><dd>{both}</dd>" in written
     assert f"<dd>{one.entries} of {one.kept.size}</dd>" in written
     assert "1.2 KiB of 97.7 KiB" in written
+
+
+@pytest.mark.parametrize("layers", [1, 3, 30])
+def test_the_attention_on_a_passage_is_a_line_for_each_cache(layers):
+    views = (view("<i>one"), view("two", 1))
+    shown = dilution(3, layers)
+    written = page(*views, dilution=shown)
+    parser = Parser()
+    parser.feed(written)
+    assert parser.open == []
+    assert "<b>" not in written and "<i>one" not in written
+    section = written.split("<h2>Attention on the passage</h2>")[1]
+    assert section.count("<polyline") == 3
+    for name, mass in zip(("full cache", "&lt;i&gt;one", "two"), shown.masses, strict=True):
+        for layer, share in enumerate(mass.mean(axis=1)):
+            assert f'"layer {layer}, {name}: {100 * share:.1f} %"' in section
+    kept = 100 * views[0].kept[:, :, :2].mean()
+    assert f"passage&#x27;s entries kept</dt><dd>{kept:.0f} %" in written
+    assert f"with the full cache</dt><dd>{100 * shown.masses[0].mean():.1f} %" in written
+    with pytest.raises(ValueError, match="dilution of 2 caches"):
+        page(*views, dilution=dilution(2))
 
 
 def test_views_that_do_not_fit_are_refused():

@@ -5,22 +5,26 @@ from __future__ import annotations
 import argparse
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvjax.cli.options import budget_of, policy_of, text_of
 
 if TYPE_CHECKING:
-    from kvjax import Decoder, Policy
+    from kvjax import Decoder, PaddedCache, Policy
     from kvjax.cache import Cache
     from kvjax.models.tokenizer import Tokenizer
 
 DESCRIPTION = """\
 Write one HTML page on which the tokens of a prompt are shaded by how many (layer, head) pairs kept
 them. With a second --policy, both are shown and where they differ. The prompt is read once for
-both. The page loads nothing and can be mailed."""
+both. With --dilution and --question, the page also shows which share of the question's attention
+falls on a passage of the prompt, from the full cache and from what each policy kept of it. The
+page loads nothing and can be mailed."""
 EXAMPLE = """\
 kvjax inspect --policy snapkv --budget 25% --prompt-file book.txt --output kept.html
-  kvjax inspect --policy snapkv:window=64 --policy keydiff --budget 256 --prompt-file book.txt"""
+  kvjax inspect --policy snapkv:window=64 --policy keydiff --budget 256 --prompt-file book.txt
+  kvjax inspect --policy kvzip --budget 25% --prompt-file book.txt \\
+    --question "Where is the key?" --dilution "The key lies under the mat.\""""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text.add_argument("--prompt", metavar="TEXT")
     text.add_argument("--prompt-file", metavar="FILE", help="UTF-8 text; - reads standard input")
     add("--raw", action="store_true", help="no chat template around the text")
+    add(
+        "--dilution",
+        metavar="TEXT",
+        help="a passage that occurs once in the prompt: plot the attention on it, full cache "
+        "against evicted; needs --question",
+    )
+    add("--question", metavar="TEXT", help="whose attention --dilution plots, behind the prompt")
     add("--pages", type=int, metavar="N", help="paged caches with pages of N slots")
     add("--output", default="inspect.html", metavar="FILE", help="default: inspect.html")
 
@@ -54,28 +65,48 @@ def run(arguments: argparse.Namespace) -> None:
     output = Path(arguments.output)
     if output.is_dir() or not output.absolute().parent.is_dir():
         raise ValueError(f"--output {output}: allowed is a file in a directory that exists")
+    _check_passage(text, arguments.dilution, arguments.question)
     policies = [_policy(given) for given in arguments.policy]
     budget = budget_of(arguments.budget, policies)
 
+    import numpy as np
+
     import kvjax
+    from kvjax.dilution import passage_tokens, useful_mass
     from kvjax.inspection import View, render_page, token_texts
+    from kvjax.inspection_dilution import Dilution
 
     model, tokenizer = kvjax.load(arguments.model)
     if tokenizer is None:
         raise ValueError(f"{arguments.model}: no tokenizer beside the weights (tokenizer.json)")
-    tokens = _tokens(tokenizer, text, arguments.raw)
+    tokens, asked = _tokens(tokenizer, text, arguments.question, arguments.raw)
+    if len(tokens) + len(asked) > model.config.max_length:
+        raise ValueError(
+            f"prompt of {len(tokens)} tokens and question of {len(asked)}: the model's context is "
+            f"{model.config.max_length} tokens; shorten one of them"
+        )
     entries = budget.resolve(len(tokens), model.config, model.dtype)
-    caches = _caches(model, tokenizer, tokens, policies, entries, arguments.pages)
+    full, caches = _caches(model, tokenizer, tokens, policies, entries, arguments.pages)
     names = [given.partition(":")[0] for given in arguments.policy]
     if len(set(names)) < len(names):  # then their options tell them apart
         names = arguments.policy
     views = [View.of(name, cache, len(tokens)) for name, cache in zip(names, caches, strict=True)]
+    texts = token_texts(tokenizer, tokens)
+    dilution = None
+    if arguments.dilution is not None:
+        useful = passage_tokens(texts, arguments.dilution)
+        if full is None:
+            _, full, _ = kvjax.observe(model, [tokens])
+        inputs = [np.asarray(row)[None] for row in (asked, len(asked), useful)]
+        masses = [np.asarray(useful_mass(model, c, *inputs))[:, 0] for c in (full, *caches)]
+        dilution = Dilution(question=arguments.question, useful=useful, masses=tuple(masses))
     page = render_page(
-        token_texts(tokenizer, tokens),
+        texts,
         views,
         model=arguments.model,
         budget=f"{entries:,} entries per head",
         full_nbytes=len(tokens) * kvjax.budget.entry_nbytes(model.config, model.dtype),
+        dilution=dilution,
     )
     partial = output.with_name(f".{output.name}.{uuid.uuid4().hex}")
     try:
@@ -86,6 +117,8 @@ def run(arguments: argparse.Namespace) -> None:
     for view in views:
         share = 100 * view.entries / view.kept.size
         print(f"{view.name}: {view.entries:,} entries ({share:.1f} %), {view.nbytes:,} bytes")
+    if dilution is not None:
+        print(*dilution.lines(views), sep="\n")
     print(output)
 
 
@@ -96,11 +129,12 @@ def _caches(
     policies: list[Policy],
     entries: int,
     pages: int | None,
-) -> list[Cache]:
-    """What each policy keeps; those that evict in whole prefill share one."""
+) -> tuple[PaddedCache | None, list[Cache]]:
+    """What each policy keeps; those that evict in whole prefill share one, whose cache is first."""
     import kvjax
     from kvjax.inference import replay
 
+    full = None
     whole = [policy for policy in policies if policy.schedule.prefill == "whole"]
     if whole:
         _, full, observed = kvjax.observe(model, [tokens], policies=whole)
@@ -108,14 +142,24 @@ def _caches(
             observed = replay(model, full, observed, [tokens], tokenizer=tokenizer)
     caches = []
     for policy in policies:
-        if policy in whole:
-            cache = kvjax.compress(
-                model, full, observed, policy=policy, budget=entries, pages=pages
-            )
+        options: dict[str, Any] = {
+            "policy": policy,
+            "budget": entries,
+            "pages": pages,
+            "params": kvjax.policy_params(model, policy, lambda: _calibration(tokenizer)),
+        }
+        if policy in whole and full is not None:
+            cache = kvjax.compress(model, full, observed, **options)
         else:
-            _, cache = kvjax.prefill(model, [tokens], policy=policy, budget=entries, pages=pages)
+            _, cache = kvjax.prefill(model, [tokens], **options)
         caches.append(cache)
-    return caches
+    return full, caches
+
+
+def _calibration(tokenizer: Tokenizer) -> list[int]:
+    from eval.engine import calibration_tokens
+
+    return calibration_tokens(tokenizer)
 
 
 def _policy(given: str) -> Policy:
@@ -123,12 +167,35 @@ def _policy(given: str) -> Policy:
     return policy_of(name, [setting for setting in settings.split(",") if setting])
 
 
-def _tokens(tokenizer: Tokenizer, text: str, raw: bool) -> list[int]:
+def _check_passage(text: str, passage: str | None, question: str | None) -> None:
+    if passage is None and question is None:
+        return
+    if passage is None or question is None:
+        given, missing = (
+            ("--question", "--dilution") if passage is None else ("--dilution", "--question")
+        )
+        raise ValueError(f"{given} without {missing}: allowed are both or neither")
+    if not question.strip():
+        raise ValueError("--question: it is empty; allowed is any text")
+    from kvjax.dilution import check_passage
+
+    check_passage(text, passage)
+
+
+def _tokens(
+    tokenizer: Tokenizer, text: str, question: str | None, raw: bool
+) -> tuple[list[int], list[int]]:
+    """What is prefilled and compressed, and the rest of the user's turn that asks about it."""
     if raw:
-        return tokenizer.encode(text, add_special_tokens=True)
+        asked = [] if question is None else tokenizer.encode(f"\n{question}")
+        return tokenizer.encode(text, add_special_tokens=True), asked
     if tokenizer.chat_template is None:
         raise ValueError("this model has no chat template: add --raw to give it plain text")
     from kvjax.turns import TurnTemplate
 
     template = TurnTemplate.of(tokenizer)
-    return tokenizer.encode(template.preface + template.first_opening + template.said(text))
+    asked = []
+    if question is not None:
+        asked = tokenizer.encode(f"\n{template.said(question)}{template.tail}")
+    prompt = template.preface + template.first_opening + template.said(text)
+    return tokenizer.encode(prompt), asked
