@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from kvjax.cli.options import budget_of, policy_of
+from kvjax.cli.options import budget_of, params_of, policy_of
 
 if TYPE_CHECKING:
     from kvjax import Policy, Sampling
@@ -95,6 +95,7 @@ def run(arguments: argparse.Namespace) -> None:
         system=arguments.system,
         pin_system=not arguments.unpinned,
         pages=arguments.pages,
+        params=params_of(model, policy, tokenizer),
         seed=arguments.seed,
     )
     chat = Chat(session, policy, sampling, arguments.max_new_tokens)
@@ -177,7 +178,9 @@ class Chat:
         if not rest:
             raise ValueError("/load: name a file")
         now = self.session
-        self.branches[self.branch] = now.load(rest, now.model, now.tokenizer, self.policy)
+        self.branches[self.branch] = now.load(
+            rest, now.model, now.tokenizer, self.policy, params=now.params
+        )
         self.status()
 
     def fork(self, rest: str) -> None:

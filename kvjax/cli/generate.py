@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from kvjax.cli.options import budget_of, policy_of, text_of
+from kvjax.cli.options import budget_of, params_of, policy_of, text_of
 
 if TYPE_CHECKING:
     from kvjax import Budget, Decoder, Generation, PaddedCache, PagedCache, Policy
@@ -81,6 +81,7 @@ def run(arguments: argparse.Namespace) -> None:
     prompt, question = _tokens(tokenizer, text, arguments.question, arguments.raw)
     _check_context(model, len(prompt) + len(question), arguments.max_new_tokens)
     entries = budget.resolve(len(prompt), model.config, model.dtype)
+    params = params_of(model, policy, tokenizer)
 
     start = time.perf_counter()
     logits, cache = kvjax.prefill(
@@ -90,9 +91,12 @@ def run(arguments: argparse.Namespace) -> None:
         budget=entries,
         room=len(question) + arguments.max_new_tokens,
         pages=arguments.pages,
+        params=params,
     )
     if question:
-        logits, cache = kvjax.extend(model, cache, [question], policy=policy, budget=entries)
+        logits, cache = kvjax.extend(
+            model, cache, [question], policy=policy, budget=entries, params=params
+        )
     logits.block_until_ready()
     times = Times(prefill=time.perf_counter() - start)
 
@@ -108,6 +112,7 @@ def run(arguments: argparse.Namespace) -> None:
         key=jax.random.key(arguments.seed),
         policy=policy,
         budget=entries,
+        params=params,
     )
     del logits
     for block in times.measure(blocks):

@@ -7,7 +7,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvjax.cli.options import budget_of, policy_of, text_of
+from kvjax.cli.options import budget_of, params_of, policy_of, text_of
 
 if TYPE_CHECKING:
     from kvjax import Decoder, PaddedCache, Policy
@@ -146,7 +146,7 @@ def _caches(
             "policy": policy,
             "budget": entries,
             "pages": pages,
-            "params": kvjax.policy_params(model, policy, lambda: _calibration(tokenizer)),
+            "params": params_of(model, policy, tokenizer),
         }
         if policy in whole and full is not None:
             cache = kvjax.compress(model, full, observed, **options)
@@ -154,12 +154,6 @@ def _caches(
             _, cache = kvjax.prefill(model, [tokens], **options)
         caches.append(cache)
     return full, caches
-
-
-def _calibration(tokenizer: Tokenizer) -> list[int]:
-    from eval.engine import calibration_tokens
-
-    return calibration_tokens(tokenizer)
 
 
 def _policy(given: str) -> Policy:

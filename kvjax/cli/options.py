@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvjax import Budget, Policy
+    from kvjax import Budget, Decoder, Policy
+    from kvjax.models.tokenizer import Tokenizer
 
 
 def policy_of(name: str, settings: Iterable[str] = (), **options: Any) -> Policy:
@@ -25,6 +26,18 @@ def policy_of(name: str, settings: Iterable[str] = (), **options: Any) -> Policy
         except (ValueError, SyntaxError):
             options[option.strip()] = value
     return kvjax.policy(name, **options)
+
+
+def params_of(model: Decoder, policy: Policy, tokenizer: Tokenizer) -> Any:
+    """What the policy brings along: learned arrays, and what the model's weights give once."""
+    import kvjax
+
+    def calibration() -> list[int]:
+        from eval.engine import calibration_tokens
+
+        return calibration_tokens(tokenizer)
+
+    return kvjax.policy_params(model, policy, calibration)
 
 
 def budget_of(text: str | None, policies: Iterable[Policy]) -> Budget:

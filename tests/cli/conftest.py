@@ -11,6 +11,7 @@ import pytest
 import kvjax
 from kvjax.cli.main import main
 from kvjax.models import orbax
+from tests.models.small import random_model, small_tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,3 +54,11 @@ def small_checkpoint(tmp_path_factory):
     )
     model = kvjax.Decoder.random(config, jax.random.key(0))
     return orbax.export_hf(model, None, tmp_path_factory.mktemp("checkpoint") / "model")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A model with random weights and a tokenizer, as `kvjax.load` reads it; not to be changed."""
+    path = tmp_path_factory.mktemp("model") / "small"
+    orbax.save(random_model(), small_tokenizer(), path)
+    return path

@@ -8,18 +8,9 @@ import signal
 
 import pytest
 
-from kvjax.models import orbax
 from kvjax.session import Session
-from tests.models.small import random_model, small_tokenizer
 
 SETTINGS = ("--policy", "knorm", "--budget", "40", "--room", "16", "--max-new-tokens", "5")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model") / "small"
-    orbax.save(random_model(), small_tokenizer(), path)
-    return path
 
 
 @pytest.fixture

@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 
-import jax
-import numpy as np
 import pytest
 
-import kvjax
-from eval import haystacks
 from kvjax.cli import generate, inspect
-from kvjax.learned.modules import Card, fingerprints, save_module
-from kvjax.learned.retention import GateConfig, init_gates
-from kvjax.models import orbax
 from tests import tiny
-from tests.models.small import random_model, small_tokenizer
+from tests.models.small import small_tokenizer
 
 
 @pytest.fixture(autouse=True, scope="module")
 def quick():
     with tiny.quick_compilation():
         yield
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model") / "small"
-    orbax.save(random_model(), small_tokenizer(), path)
-    return path
 
 
 def test_two_policies_on_one_page(run, folder, tmp_path):
@@ -77,53 +62,6 @@ def test_the_question_stands_where_generate_puts_it():
         given = (tokenizer, "A text.", "Who?", raw)
         assert inspect._tokens(*given) == generate._tokens(*given)
         assert inspect._tokens(tokenizer, "A text.", None, raw) == (inspect._tokens(*given)[0], [])
-
-
-def test_filters_are_calibrated_on_what_eval_shows_them():
-    tokens = inspect._calibration(small_tokenizer())
-    shown = small_tokenizer().decode(tokens)
-    assert len(tokens) == 1024
-    assert shown in "".join(haystacks.load("sentences").sentences)
-
-
-def gates(path):
-    config = GateConfig(width=4)
-    arrays = init_gates(
-        config, jax.random.key(0), num_layers=3, num_kv_heads=2, hidden_size=32, bias=3.0
-    )
-    model = random_model()
-    card = Card(
-        module="retention-global",
-        kind="retention",
-        options=dataclasses.asdict(config),
-        backbone="small",
-        fingerprints=fingerprints(model),
-    )
-    save_module(path, arrays, card)
-
-
-@pytest.mark.parametrize("policy", ["restkv:window=4", "qfilters", "retention-global"])
-def test_policies_get_the_arrays_they_bring_along(run, folder, tmp_path, monkeypatch, policy):
-    if policy.startswith("retention"):
-        gates(tmp_path / "gates")
-        policy += f":path={tmp_path / 'gates'}"
-    monkeypatch.setattr(inspect, "_calibration", lambda tokenizer: tokenizer.encode("brief"))
-    seen, compress = [], kvjax.compress
-    monkeypatch.setattr(
-        kvjax,
-        "compress",
-        lambda *a, params, **b: seen.append(params) or compress(*a, params=params, **b),
-    )
-    ran = run(
-        *("inspect", "--model", folder, "--policy", policy, "--budget", "25%"),
-        *("--prompt", "The quick brown fox.", "--output", tmp_path / "page.html"),
-    )
-    assert (ran.status, ran.err) == (0, "")
-    expected = kvjax.policy_params(
-        random_model(), inspect._policy(policy), lambda: small_tokenizer().encode("brief")
-    )
-    assert expected is not None
-    jax.tree.map(np.testing.assert_array_equal, seen, [expected])
 
 
 REFUSED = {
