@@ -18,6 +18,7 @@ _EXPORTS = {
     # Budgets and caches
     "kvjax.budget": ("Budget", "bucket_length"),
     "kvjax.cache": ("PaddedCache", "PagedCache", "Pages", "nbytes", "stack_rows", "take_rows"),
+    "kvjax.cache.entries": ("modality_counts",),
     "kvjax.cache.rerotate": ("rerotate",),
     "kvjax.cache.rollback": ("rollback",),
     "kvjax.cache.storage": ("load_cache", "save_cache"),
@@ -41,6 +42,7 @@ __all__ = sorted(_HOMES)
 if TYPE_CHECKING:
     from kvjax.budget import Budget, bucket_length
     from kvjax.cache import PaddedCache, PagedCache, Pages, nbytes, stack_rows, take_rows
+    from kvjax.cache.entries import modality_counts
     from kvjax.cache.rerotate import rerotate
     from kvjax.cache.rollback import rollback
     from kvjax.cache.storage import load_cache, save_cache

@@ -14,6 +14,9 @@ from kvjax.cache import Cache
 from kvjax.eviction import state_fields
 from kvjax.models.decoder import Decoder
 from kvjax.policies.base import Policy
+from kvjax.policies.observation import MODALITY
+
+LARGEST_MODALITY = 127  # that an int8 slot array holds
 
 
 def check_tokens(model: Decoder, tokens: Int[Array, "B T"], lengths: Int[Array, " B"]) -> None:
@@ -40,6 +43,17 @@ def check_ids(model: Decoder, tokens: Int[Array, "B T"]) -> None:
         raise ValueError(f"token id {wrong}: allowed are 0 to {model.config.vocab_size - 1}")
 
 
+def check_modalities(ids: Int[Array | np.ndarray, "..."]) -> None:
+    """Refuses ids that a slot array cannot hold."""
+    check_integers(ids, "modalities")
+    if isinstance(ids, jax.core.Tracer) or ids.size == 0:
+        return
+    given = np.asarray(ids)
+    if given.min() < 0 or given.max() > LARGEST_MODALITY:
+        wrong = given.min() if given.min() < 0 else given.max()
+        raise ValueError(f"modality {wrong}: allowed are 0 (text) to {LARGEST_MODALITY}")
+
+
 def check_cache(model: Decoder, cache: Cache) -> None:
     """Refuses a cache whose shape or dtype is not this model's."""
     config = model.config
@@ -57,7 +71,7 @@ def check_state(model: Decoder, cache: Cache, policy: Policy) -> None:
     """Refuses a cache without the state that a policy of repeated eviction carries along."""
     config, state = model.config, cache.policy_state
     slots, layer = state_fields(policy, config.num_heads, config.head_dim, model.dtype)
-    wanted, found = sorted({*slots, *layer}), sorted({*state.slots, *state.layer})
+    wanted, found = sorted({*slots, *layer}), sorted({*state.slots, *state.layer} - {MODALITY})
     if wanted != found:
         raise ValueError(
             f"policy {policy.name!r} carries the state {wanted}, this cache {found}: prefill with "

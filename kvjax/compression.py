@@ -89,6 +89,7 @@ def compress(
     capacity: int,
     pages: Pages | None = None,
     params: Any = None,
+    modalities: Int[Array, "B T"] | None = None,
 ) -> Cache:
     """The cache that `prefill` with this policy would have left, from `observe`'s full cache."""
     lengths = cache.next_position
@@ -129,8 +130,9 @@ def compress(
             **seen,
         )
         return None, eviction.cut_layer(
-            policy, observation, layer_budget, window, capacity, layer_params, replay_scores
-        )
+            policy, observation, layer_budget, window, capacity, layer_params, replay_scores,
+            modalities,
+        )  # fmt: skip
 
     inputs = (model.layers, jnp.asarray(model.windows), layer_ids(model), budgets, params)
     full = (cache.keys, cache.values, cache.positions, per_layer, replayed)

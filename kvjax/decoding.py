@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvjax import eviction
-from kvjax.cache import Cache, PaddedCache, PagedCache, Pages
+from kvjax.cache import Cache, PaddedCache, PagedCache, Pages, modality
 from kvjax.layer_steps import (
     attend,
     last_logits,
@@ -24,8 +24,8 @@ from kvjax.layer_steps import (
     window_queries,
 )
 from kvjax.models.decoder import Decoder
-from kvjax.policies.base import Policy
-from kvjax.policies.observation import State
+from kvjax.policies.base import Policy, StateField
+from kvjax.policies.observation import MODALITY, State
 
 
 def prefill(
@@ -38,12 +38,14 @@ def prefill(
     capacity: int,
     pages: Pages | None = None,
     params: Any = None,
+    modalities: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Whole prefill: every layer attends to the full prompt and leaves the layer compacted.
 
     `tokens` are right-padded; `budget` is entries per head and row; `capacity` is the most slots
     a head gets; with `pages` the cache is paged; `params` are the policy's learned arrays,
-    stacked over layers. Returns the logits of each row's last token and the cache.
+    stacked over layers; with `modalities` the cache carries each entry's (`modality_counts`).
+    Returns the logits of each row's last token and the cache.
 
     The full cache of one layer at a time is alive, beside what the layers before kept. An
     allocator that crosses layers decides after the last of them: until then each head keeps its
@@ -61,7 +63,10 @@ def prefill(
         observation = observation_of(
             model, layer, index, positions, lengths, policy.needs, new, queries, column
         )
-        kept = eviction.cut_layer(policy, observation, layer_budget, window, capacity, layer_params)
+        kept = eviction.cut_layer(
+            policy, observation, layer_budget, window, capacity, layer_params,
+            modalities=modalities,
+        )  # fmt: skip
         return x, kept
 
     inputs = (model.layers, windows, layer_ids(model), budgets, params)
@@ -80,6 +85,7 @@ def prefill_chunked(
     capacity: int,
     pages: Pages | None = None,
     params: Any = None,
+    modalities: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Chunked prefill: each chunk attends to the evicted cache and itself, then evicts.
 
@@ -89,24 +95,30 @@ def prefill_chunked(
     chunk = policy.schedule.chunk
     batch, length = tokens.shape
     count = -(-length // chunk)
-    padded = jnp.pad(tokens, ((0, 0), (0, count * chunk - length)))
-    chunks = jnp.moveaxis(padded.reshape(batch, count, chunk), 1, 0)
-    cache = empty_cache(model, batch, capacity, policy, pages)
+
+    def cut(array: Array) -> Array:
+        padded = jnp.pad(array, ((0, 0), (0, count * chunk - length)))
+        return jnp.moveaxis(padded.reshape(batch, count, chunk), 1, 0)
+
+    pieces = None if modalities is None else cut(modalities)
+    cache = empty_cache(model, batch, capacity, policy, pages, modalities=modalities is not None)
 
     def body(carry: Any, inputs: Any) -> tuple[Any, None]:
         logits, cache = carry
-        start, piece = inputs
+        start, piece, kinds = inputs
         here = jnp.clip(lengths - start, 0, chunk)
         now, cache = extend(
-            model, cache, piece, here, budget=budget, policy=policy, params=params, interval=1
-        )
+            model, cache, piece, here, budget=budget, policy=policy, params=params, interval=1,
+            modalities=kinds,
+        )  # fmt: skip
         return (jnp.where((here > 0)[:, None], now, logits), cache), None
 
     starts = jnp.arange(count, dtype=jnp.int32) * chunk
     logits = jnp.zeros((batch, model.config.vocab_size), jnp.float32)
-    (logits, cache), _ = lax.scan(body, (logits, cache), (starts, chunks))
+    (logits, cache), _ = lax.scan(body, (logits, cache), (starts, cut(tokens), pieces))
     if policy.schedule.decode_interval is None:
-        cache = dataclasses.replace(cache, policy_state=State())
+        state = modality.without_policy(cache.policy_state)
+        cache = dataclasses.replace(cache, policy_state=state)
     return logits, cache
 
 
@@ -120,6 +132,7 @@ def extend(
     policy: Policy | None = None,
     params: Any = None,
     interval: int | None = None,
+    modalities: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Runs `lengths` new tokens of each row against the cache and appends them.
 
@@ -127,29 +140,37 @@ def extend(
     to every slot and causally to each other; then, where `policy` is given, rows whose mean head
     has grown to budget + `interval` entries (default: the schedule's decode interval), or whose
     tokens would not fit, are cut back to `budget`. Without a policy nothing is evicted, and
-    tokens that find no slot are counted in `cache.overflowed`.
+    tokens that find no slot are counted in `cache.overflowed`. In a cache that carries
+    modalities, tokens without `modalities` are text.
 
     The cache is read-only inside the layer scan and written once behind it, so a donated cache
     is updated in place. Returns the logits of each row's last new token.
     """
     if policy is None or policy.scorer is None:
-        return _extend_only(model, cache, tokens, lengths)
+        return _extend_only(model, cache, tokens, lengths, modalities)
     if budget is None:
         raise ValueError(f"extend with policy {policy.name!r} needs a budget (entries per head)")
     interval = interval or policy.schedule.decode_interval
     if interval is None:
-        return _extend_only(model, cache, tokens, lengths)
-    return _extend_and_evict(model, cache, tokens, lengths, budget, policy, params, interval)
+        return _extend_only(model, cache, tokens, lengths, modalities)
+    return _extend_and_evict(
+        model, cache, tokens, lengths, budget, policy, params, interval, modalities
+    )
 
 
 def _extend_only(
-    model: Decoder, cache: Cache, tokens: Int[Array, "B T"], lengths: Int[Array, " B"]
+    model: Decoder,
+    cache: Cache,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    modalities: Int[Array, "B T"] | None,
 ) -> tuple[Float[Array, "B V"], Cache]:
-    if cache.policy_state.slots or cache.policy_state.layer:
+    if cache.policy_state.slots.keys() - {MODALITY} or cache.policy_state.layer:
         raise ValueError(
             "extend: this cache carries the state of a policy that evicts while decoding; pass "
             "that policy and its budget"
         )
+    state = modality.of_union(State(), cache, modalities, tokens.shape[1])
     positions = _next_positions(cache, tokens, lengths)
     rotation = model.rotation(positions)
 
@@ -160,7 +181,7 @@ def _extend_only(
 
     inputs = (model.layers, jnp.asarray(model.windows), cache.views)
     x, (keys, values) = lax.scan(body, model.embed(tokens), inputs)
-    return last_logits(model, x, lengths), cache.append(keys, values, positions, State())
+    return last_logits(model, x, lengths), cache.append(keys, values, positions, state)
 
 
 def _extend_and_evict(
@@ -172,6 +193,7 @@ def _extend_and_evict(
     policy: Policy,
     params: Any,
     interval: int,
+    modalities: Int[Array, "B T"] | None,
 ) -> tuple[Float[Array, "B V"], Cache]:
     assert policy.scorer is not None
     scorer, config = policy.scorer, model.config
@@ -212,6 +234,7 @@ def _extend_and_evict(
     x, (keys, values, state, valid, verdict) = lax.scan(
         body, model.embed(tokens), (*inputs, *cached)
     )
+    state = modality.of_union(state, cache, modalities, tokens.shape[1])
 
     def cut() -> Cache:
         keep = eviction.stay(policy, verdict, valid, budget, next_position, windows, cache.capacity)
@@ -239,17 +262,25 @@ def empty_cache(
     capacity: int,
     policy: Policy | None = None,
     pages: Pages | None = None,
+    *,
+    modalities: bool = False,
 ) -> Cache:
-    """An empty cache for this model, with the state that `policy` keeps over calls."""
+    """An empty cache for this model, with the state that `policy` keeps over calls.
+
+    With `modalities` it carries the modality of its entries.
+    """
     config = model.config
     rows = (config.num_layers, batch)
-    state = State()
+    slots: dict[str, StateField] = {}
+    layer: dict[str, StateField] = {}
     if policy is not None:
         slots, layer = eviction.state_fields(policy, config.num_heads, config.head_dim, model.dtype)
-        lead: tuple[int, ...] = (*rows, config.num_kv_heads, capacity)
-        if pages is not None:
-            lead = (batch, pages.pool, pages.size)
-        state = State(slots=eviction.new_state(slots, lead), layer=eviction.new_state(layer, rows))
+    if modalities:
+        slots = slots | {MODALITY: StateField(dtype=jnp.int8)}
+    lead: tuple[int, ...] = (*rows, config.num_kv_heads, capacity)
+    if pages is not None:
+        lead = (batch, pages.pool, pages.size)
+    state = State(slots=eviction.new_state(slots, lead), layer=eviction.new_state(layer, rows))
     shape: dict[str, Any] = {
         "num_layers": config.num_layers,
         "batch": batch,
@@ -278,9 +309,16 @@ def assemble(
             policy, kept, budget, lengths, jnp.asarray(model.windows), capacity
         )
     repeats = policy.schedule.decode_interval is not None
-    state = kept.state if repeats else State()
+    state = kept.state if repeats else modality.without_policy(kept.state)
     if pages is not None:
-        empty = empty_cache(model, lengths.shape[0], capacity, policy if repeats else None, pages)
+        empty = empty_cache(
+            model,
+            lengths.shape[0],
+            capacity,
+            policy if repeats else None,
+            pages,
+            modalities=MODALITY in state.slots,
+        )
         assert isinstance(empty, PagedCache)
         return empty.fill(kept.keys, kept.values, kept.positions, kept.lengths, lengths, state)
     return PaddedCache(

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kernels_pallas.attention import NO_WINDOW
 from kernels_pallas.gather_compact import gather_slots
 from kernels_pallas.select import keep_mask, kept_indices
-from kvjax.cache import Cache
+from kvjax.cache import Cache, modality
 from kvjax.policies.base import Policy, StateField
 from kvjax.policies.observation import Observation, State
 
@@ -185,10 +185,12 @@ def cut_layer(
     capacity: int,
     params: Any,
     replay_scores: Float[Array, "B K S"] | None = None,
+    modalities: Int[Array, "B S"] | None = None,
 ) -> Kept:
     """One layer of the prompt cut to a mean of `budget` entries per head, at most `capacity`.
 
     Where the allocator crosses layers, each head keeps its best `capacity` entries as candidates.
+    `modalities` of the tokens go along with the kept entries and into no score.
     """
     valid, state, verdict = observation.valid, State(), None
     keys, values = observation.keys, observation.values
@@ -212,6 +214,7 @@ def cut_layer(
                 keys, values, observation.positions, keep, verdict.scores
             )
     indices, lengths = kept_indices(keep, capacity)
+    state = modality.of_prompt(state, modalities, keep.shape[1])
     state = State(
         slots={name: gather_slots(array, indices) for name, array in state.slots.items()},
         layer=state.layer,

@@ -24,6 +24,7 @@ from kvjax.checks import (
     check_capacity,
     check_ids,
     check_integers,
+    check_modalities,
     check_room,
     check_state,
     check_tokens,
@@ -61,6 +62,7 @@ def prefill(
     capacity: int | None = None,
     pages: Pages | int | None = None,
     params: Any = None,
+    modalities: Tokens | None = None,
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Reads prompts into a cache of bounded size.
 
@@ -78,13 +80,15 @@ def prefill(
       pages: a page size (16 to 64) for a paged cache, whose bytes follow the sum of the heads'
         budgets; a `Pages` layout to fix its pool; None for a padded cache.
       params: learned arrays of the policy, stacked over layers.
+      modalities: an id from 0 (text) to 127 for every token, shaped as the tokens are; the cache
+        then carries that of every entry, for `modality_counts`. No policy sees them.
 
     Returns:
       Logits [B, V] of each row's last token in float32, and the cache.
 
     Raises:
-      ValueError: empty prompt, prompt beyond the model's context, a budget or policy that is not
-        allowed.
+      ValueError: empty prompt, prompt beyond the model's context, a budget, policy or modality
+        that is not allowed.
     """
     policy = _as_policy(policy)
     if "replay" in policy.needs:
@@ -94,6 +98,7 @@ def prefill(
         )
     tokens, lengths = _as_batch(tokens, lengths)
     check_tokens(model, tokens, lengths)
+    modalities = _as_modalities(modalities, tokens.shape, lengths)
     entries = resolve_budget(model, budget, lengths)
     capacity, pages = storage(
         model, policy, budget, entries, tokens.shape[1], room, capacity, pages
@@ -109,6 +114,7 @@ def prefill(
         capacity=capacity,
         pages=pages,
         params=params,
+        modalities=modalities,
     )
 
 
@@ -159,9 +165,12 @@ def compress(
     capacity: int | None = None,
     pages: Pages | int | None = None,
     params: Any = None,
+    modalities: Tokens | None = None,
 ) -> Cache:
     """The cache that `prefill` with this policy and budget leaves, from `observe`'s full cache."""
     policy = _as_policy(policy)
+    observed_shape = (cache.batch, cache.capacity)
+    modalities = _as_modalities(modalities, observed_shape, cache.next_position)
     entries = resolve_budget(model, budget, cache.next_position)
     capacity, pages = storage(model, policy, budget, entries, cache.capacity, room, capacity, pages)
     check_capacity(model, policy, capacity, entries, cache.next_position)
@@ -174,6 +183,7 @@ def compress(
         capacity=capacity,
         pages=pages,
         params=params,
+        modalities=modalities,
     )
 
 
@@ -187,17 +197,20 @@ def extend(
     budget: Any = None,
     params: Any = None,
     interval: int | None = None,
+    modalities: Tokens | None = None,
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Appends tokens (a question, a turn) to a cache; see `decoding.extend`.
 
     Raises:
-      ValueError: the tokens find no free slots and no policy makes room.
+      ValueError: the tokens find no free slots and no policy makes room; modalities that are not
+        allowed, or for a cache that carries none.
     """
     tokens, lengths = _as_batch(tokens, lengths)
     check_cache(model, cache)
     check_ids(model, tokens)
     if tokens.shape[0] != cache.batch:
         raise ValueError(f"tokens of {tokens.shape[0]} rows: the cache has {cache.batch}")
+    modalities = _as_modalities(modalities, tokens.shape, lengths)
     if interval is not None and interval < 1:
         raise ValueError(f"interval {interval}: allowed are integers >= 1")
     evicts = _evicts(policy, interval)
@@ -215,6 +228,7 @@ def extend(
         policy=policy if evicts else None,
         params=params if evicts else None,
         interval=interval,
+        modalities=modalities,
     )
 
 
@@ -337,3 +351,27 @@ def _as_batch(tokens: Tokens, lengths: Lengths) -> tuple[Int[Array, "B T"], Int[
         check_integers(np.asarray(row))
         padded[index, : len(row)] = row
     return jnp.asarray(padded), jnp.asarray(counts, jnp.int32)
+
+
+def _as_modalities(
+    given: Tokens | None, shape: tuple[int, ...], lengths: Int[Array, " B"]
+) -> Int[Array, "B T"] | None:
+    """An id for each token of a batch of this shape; lists are as long as their rows."""
+    if given is None:
+        return None
+    if isinstance(given, jax.Array | np.ndarray):
+        if given.shape != shape:
+            raise ValueError(f"modalities of shape {given.shape}: allowed is {shape}, as tokens")
+        check_modalities(given)
+        return jnp.asarray(given, jnp.int8)
+    lists = given if given and isinstance(given[0], Sequence) else [given]
+    rows = [np.asarray(row) for row in lists]
+    counts = [row.size for row in rows]
+    wanted = counts if isinstance(lengths, jax.core.Tracer) else np.asarray(lengths).tolist()
+    if counts != wanted or len(counts) != shape[0] or max(counts) > shape[1]:
+        raise ValueError(f"modalities of {counts} ids: allowed are {wanted}, one for each token")
+    padded = np.zeros(shape, np.int8)
+    for index, row in enumerate(rows):
+        check_modalities(row)
+        padded[index, : row.size] = row
+    return jnp.asarray(padded)

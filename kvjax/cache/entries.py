@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from kvjax.cache import Cache, PaddedCache
+from kvjax.policies.observation import MODALITY
 
 
 @jax.jit
@@ -21,7 +22,7 @@ def entry_positions(cache: Cache) -> Int[Array, "L B K S"]:
 
 @jax.jit
 def slot_state(cache: Cache) -> dict[str, Array]:
-    """The policy's slot arrays, each [L, B, K, S, ...]."""
+    """The slot arrays of policy state, each [L, B, K, S, ...]."""
     if isinstance(cache, PaddedCache) or not cache.policy_state.slots:
         return cache.policy_state.slots
     layers = jnp.arange(cache.num_layers, dtype=jnp.int32)
@@ -36,6 +37,22 @@ def kept_mask(cache: Cache, length: int, row: int = 0) -> Bool[np.ndarray, "L K 
     place = np.where((positions >= 0) & (positions < length), positions, length)
     np.put_along_axis(kept, place, True, axis=2)
     return kept[:, :, :length]
+
+
+def modality_counts(cache: Cache) -> dict[int, Int[np.ndarray, "L B K"]]:
+    """How many entries of each modality every (layer, row, KV head) holds.
+
+    The keys are the ids that occur, in ascending order; 0 is text.
+
+    Raises:
+      ValueError: a cache that carries no modalities.
+    """
+    if MODALITY not in cache.policy_state.slots:
+        raise ValueError("modality_counts: this cache carries none, prefill with modalities")
+    modality = np.asarray(slot_state(cache)[MODALITY])
+    filled = np.asarray(entry_positions(cache)) >= 0
+    found = np.unique(modality[filled]).tolist()
+    return {identity: np.sum(filled & (modality == identity), axis=3) for identity in found}
 
 
 def first_range(mask: Bool[np.ndarray, " T"]) -> tuple[int, int]:

@@ -7,6 +7,8 @@ import dataclasses
 import jax
 from jaxtyping import Array, Float, Int
 
+MODALITY = "modality"  # slot array of caches that were asked for it; policies never see it
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,7 +16,8 @@ class State:
     """A policy's own memory for one layer; stacked over layers it is `cache.policy_state`.
 
     `slots` follow their entry: they are compacted, appended and evicted exactly as the keys are.
-    `layer` arrays belong to the row as a whole.
+    `layer` arrays belong to the row as a whole. In a cache, `slots` may also hold `MODALITY`, which
+    is no policy's (`kvjax.cache.modality`).
     """
 
     slots: dict[str, Array] = dataclasses.field(default_factory=dict)  # [B, K, S, ...]
