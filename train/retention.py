@@ -42,6 +42,7 @@ class RetentionConfig:
     share_output: bool = True
     tie_heads: bool = False
     bias: float | None = None  # None: ln(length) + 7.6
+    start: str | None = None  # directory of an exported module whose gates to go on from
     capacity: Literal["global", "local"] = "global"
     memory: int = 128  # entries per head that the capacity loss asks for
     capacity_weight: float = 1.0
@@ -84,7 +85,7 @@ class RetentionRecipe:
 
     def init(self, model: Decoder, key: Array) -> Gates:
         bias = initial_bias(self.length) if self.config.bias is None else self.config.bias
-        return init_gates(
+        fresh = init_gates(
             self.config.gates,
             key,
             num_layers=model.config.num_layers,
@@ -92,6 +93,7 @@ class RetentionRecipe:
             hidden_size=model.config.hidden_size,
             bias=bias,
         )
+        return fresh if self.config.start is None else _trained(self.config, fresh)
 
     def axes(self, params: Gates) -> dict[str, tuple[str | None, ...]]:
         """The hidden width is split as the model's MLP is; what is small stands everywhere."""
@@ -142,6 +144,22 @@ class RetentionRecipe:
             training=training,
         )
         modules.save_module(directory, params, card)
+
+
+def _trained(config: RetentionConfig, fresh: Gates) -> Gates:
+    """The gates of the module to go on from, which have to be of the config's shape."""
+    assert config.start is not None
+    options = modules.read_card(config.start).options
+    if options != dataclasses.asdict(config.gates):
+        raise ValueError(
+            f"module.start={config.start!r}: holds gates {dict(options)}; allowed are those of "
+            f"this config, {dataclasses.asdict(config.gates)}"
+        )
+    gates = modules.read_arrays(config.start)
+    shapes = {name: array.shape for name, array in gates.items()}
+    if shapes != {name: array.shape for name, array in fresh.items()}:
+        raise ValueError(f"module.start={config.start!r}: gates of another backbone, {shapes}")
+    return gates
 
 
 def decayed_pass(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -164,6 +166,21 @@ def test_an_exported_module_is_a_policy_of_its_backbone_only(model, tmp_path):
     kvjax.load_policy(tmp_path, half)  # the same weights, rounded
     with pytest.raises(FileNotFoundError, match="holds no trained module"):
         kvjax.load_policy(tmp_path / "nowhere", model)
+
+
+def test_training_goes_on_from_an_exported_module(model, tmp_path):
+    first = RetentionRecipe(RetentionConfig(width=8), 32)
+    params = first.init(model, jax.random.key(0))
+    first.export(params, model, tmp_path, {"model": "tiny"})
+    config = RetentionConfig(width=8, name="retention-local", start=str(tmp_path))
+    found = jax.jit(lambda key: RetentionRecipe(config, 32).init(model, key))(jax.random.key(1))
+    jax.tree.map(np.testing.assert_array_equal, found, params)
+    other = RetentionRecipe(dataclasses.replace(config, width=4), 32)
+    with pytest.raises(ValueError, match="holds gates"):
+        other.init(model, jax.random.key(0))
+    deeper = tiny.model(num_layers=3)
+    with pytest.raises(ValueError, match="gates of another backbone"):
+        RetentionRecipe(config, 32).init(deeper, jax.random.key(0))
 
 
 @pytest.mark.parametrize(
