@@ -33,7 +33,8 @@ def state_fields(
     """The slot and layer arrays that `policy` keeps in a cache."""
     if policy.scorer is None:
         return {}, {}
-    slots, layer = policy.scorer.slot_fields(), dict(policy.scorer.layer_fields())
+    scorer = policy.scorer.for_model(num_heads, head_dim)
+    slots, layer = scorer.slot_fields(), dict(scorer.layer_fields())
     if "queries" in policy.needs:
         shape = (num_heads, policy.window, head_dim)
         layer[QUERIES] = StateField(shape=shape, dtype=dtype)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +11,23 @@ import jax
 
 from kvjax.inference import observe
 from kvjax.learned import modules
+from kvjax.learned.indexer import IndexerConfig
 from kvjax.learned.retention import GateConfig, per_layer
 from kvjax.models.decoder import Decoder
-from kvjax.policies.base import Policy
+from kvjax.policies.base import Policy, Scorer
+from kvjax.policies.indexmem import IndexMem
 from kvjax.policies.qfilters import QFilters, calibrate
 from kvjax.policies.reconstruction import output_factor
+from kvjax.policies.registry import options
 from kvjax.policies.registry import policy as named_policy
 from kvjax.policies.restkv import ReSTKV
 from kvjax.policies.retention import Retention
 from kvjax.policies.snapkv import SnapKV
 
+type Calibration = Sequence[int] | Callable[[], Sequence[int]] | None
 
-def policy_params(
-    model: Decoder,
-    policy: Policy | str,
-    calibration: Sequence[int] | Callable[[], Sequence[int]] | None = None,
-) -> Any:
+
+def policy_params(model: Decoder, policy: Policy | str, calibration: Calibration = None) -> Any:
     """`params` for every function that takes them; None for policies that have none.
 
     Learned policies read their module: the directory of their option `path`, else the one that
@@ -38,29 +40,10 @@ def policy_params(
       ValueError: a module of another backbone, or no calibration where it is needed.
     """
     policy = named_policy(policy) if isinstance(policy, str) else policy
-    scorer = policy.scorer
-    if isinstance(scorer, Retention):
-        return _gates(model, scorer.module, scorer.path)
-    if isinstance(scorer, QFilters):
-        if calibration is None:
-            raise ValueError(
-                f"policy {policy.name!r} needs calibration: the tokens of some text of the kind it "
-                "will see"
-            )
-        return _filters(model, calibration() if callable(calibration) else calibration)
-    if isinstance(scorer, ReSTKV) and scorer.use_wo and scorer.indicator == "reconstruction":
-        heads, granularity = model.config.num_kv_heads, scorer.granularity
-        factors = jax.vmap(lambda w: output_factor(w, heads, granularity))
-        return {"output_factor": jax.jit(factors)(model.layers.output_projection)}
+    for scorer, arrays in _ARRAYS.items():
+        if isinstance(policy.scorer, scorer):
+            return arrays(model, policy, calibration)
     return None
-
-
-def _filters(model: Decoder, tokens: Sequence[int]) -> dict[str, Any]:
-    """Q-Filters of every layer, from the queries of one pass over `tokens`."""
-    everything = Policy(name="record", scorer=SnapKV(window=len(tokens)))
-    _, _, seen = observe(model, [list(tokens)], policies=(everything,))
-    assert seen.queries is not None
-    return calibrate(seen.queries[:, 0, :, -len(tokens) :], model.config.num_kv_heads)
 
 
 def load_policy(path: str | Path, model: Decoder) -> tuple[Policy, Any]:
@@ -70,16 +53,74 @@ def load_policy(path: str | Path, model: Decoder) -> tuple[Policy, Any]:
       FileNotFoundError: no module at `path`.
       ValueError: a module of another backbone, or a damaged one.
     """
-    policy = named_policy(modules.read_card(path).module, path=str(path))
+    card = modules.read_card(path)
+    trained = {name: card.options[name] for name in options(card.module) if name in card.options}
+    policy = named_policy(card.module, path=str(path), **trained)
     return policy, policy_params(model, policy)
 
 
-def _gates(model: Decoder, module: str, path: str | None) -> dict[str, Any]:
-    fingerprint = model.fingerprint()
-    directory = modules.find_shipped(module, fingerprint) if path is None else Path(path)
-    card = modules.read_card(directory)
-    if card.kind != "retention":
-        raise ValueError(f"{directory}: a module of kind {card.kind!r}; needed is 'retention'")
-    card.check_backbone(fingerprint, directory)
-    gates = modules.read_arrays(directory)
+def _retention(model: Decoder, policy: Policy, calibration: Calibration) -> dict[str, Any]:
+    assert isinstance(policy.scorer, Retention)
+    card, gates = _module(model, policy.scorer.module, policy.scorer.path, "retention")
     return per_layer(GateConfig(**card.options), gates, model.config.num_layers)
+
+
+def _indexer(model: Decoder, policy: Policy, calibration: Calibration) -> dict[str, Any]:
+    scorer = policy.scorer
+    assert isinstance(scorer, IndexMem)
+    card, indexer = _module(model, scorer.module, scorer.path, "indexer")
+    trained, head_dim = IndexerConfig(**card.options), model.config.head_dim
+    trained = dataclasses.replace(trained, size=trained.size_of(head_dim))
+    asked = dataclasses.replace(scorer.indexer, size=scorer.indexer.size_of(head_dim))
+    for name in ("size", "activation", "near"):
+        if (given := getattr(asked, name)) != (allowed := getattr(trained, name)):
+            raise ValueError(
+                f"policy {policy.name!r} has {name}={given!r}, its indexer was trained with "
+                f"{allowed!r}: give that, or take both from kvjax.load_policy"
+            )
+    return indexer
+
+
+def _qfilters(model: Decoder, policy: Policy, calibration: Calibration) -> dict[str, Any]:
+    """Q-Filters of every layer, from the queries of one pass over the calibration's tokens."""
+    if calibration is None:
+        raise ValueError(
+            f"policy {policy.name!r} needs calibration: the tokens of some text of the kind it "
+            "will see"
+        )
+    tokens = list(calibration() if callable(calibration) else calibration)
+    everything = Policy(name="record", scorer=SnapKV(window=len(tokens)))
+    _, _, seen = observe(model, [tokens], policies=(everything,))
+    assert seen.queries is not None
+    return calibrate(seen.queries[:, 0, :, -len(tokens) :], model.config.num_kv_heads)
+
+
+def _restkv(model: Decoder, policy: Policy, calibration: Calibration) -> dict[str, Any] | None:
+    scorer = policy.scorer
+    assert isinstance(scorer, ReSTKV)
+    if not scorer.use_wo or scorer.indicator != "reconstruction":
+        return None
+    heads, granularity = model.config.num_kv_heads, scorer.granularity
+    factors = jax.vmap(lambda w: output_factor(w, heads, granularity))
+    return {"output_factor": jax.jit(factors)(model.layers.output_projection)}
+
+
+_ARRAYS: Mapping[type[Scorer], Callable[[Decoder, Policy, Calibration], Any]] = {
+    IndexMem: _indexer,
+    QFilters: _qfilters,
+    ReSTKV: _restkv,
+    Retention: _retention,
+}
+
+
+def _module(
+    model: Decoder, name: str, path: str | None, kind: str
+) -> tuple[modules.Card, dict[str, Any]]:
+    """Card and arrays of a module, at `path` or shipped, that was trained for this backbone."""
+    fingerprint = model.fingerprint()
+    directory = modules.find_shipped(name, fingerprint) if path is None else Path(path)
+    card = modules.read_card(directory)
+    if card.kind != kind:
+        raise ValueError(f"{directory}: a module of kind {card.kind!r}; needed is {kind!r}")
+    card.check_backbone(fingerprint, directory)
+    return card, modules.read_arrays(directory)

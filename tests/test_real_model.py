@@ -29,8 +29,8 @@ def one_shot(name: str) -> kvjax.Policy:
 NAMES = [
     name
     for name in kvjax.policy_names()
-    # These need calibrated filters, a replay, trained gates.
-    if name not in ("qfilters", "kvzip", "retention-local", "retention-global")
+    # These need calibrated filters, a replay, trained modules.
+    if name not in ("qfilters", "kvzip") and not name.startswith(("retention-", "indexmem"))
 ]
 
 

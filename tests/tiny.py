@@ -14,6 +14,7 @@ import jaxtyping
 import numpy as np
 
 import kvjax
+from kvjax.learned.indexer import IndexerConfig, init_indexer
 from kvjax.learned.retention import GateConfig, init_gates, per_layer
 from kvjax.policies.qfilters import calibrate
 from tests import oracle
@@ -41,6 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "caote": {"window": 4},
     "chunkkv": {"window": 4, "chunk_size": 3},
     "duoattention": {"streaming_sinks": 2, "streaming_recent": 4, "length": 32},
+    "indexmem-no-memory": {"near": 2},
     "lagkv": {"lag": 8, "skip": 2, "recent": 4},
     "pyramidkv": {"window": 4},
     "restkv": {"window": 4},
@@ -82,6 +84,8 @@ def params(name: str, dtype: str = "float32") -> Any:
     """What a policy has learned of the tiny model; None for most."""
     if name.startswith("retention"):
         return retention_gates()
+    if name.startswith("indexmem"):
+        return indexer()
     if name != "qfilters":
         return None
     queries = jax.random.normal(jax.random.key(1), (3, 4, 64, 8)) + 0.3
@@ -100,6 +104,18 @@ def retention_gates(layers: int = 3) -> dict[str, jax.Array]:
     )
     lively = {name: 40 * value if name.startswith("w") else value for name, value in gates.items()}
     return per_layer(GateConfig(width=16), lively, layers)
+
+
+def indexer(layers: int = 3) -> dict[str, jax.Array]:
+    """An indexer with random weights."""
+    return init_indexer(
+        IndexerConfig(),
+        jax.random.key(4),
+        num_layers=layers,
+        num_heads=CONFIG.num_heads,
+        head_dim=CONFIG.head_dim,
+        hidden_size=CONFIG.hidden_size,
+    )
 
 
 @cache

@@ -124,6 +124,14 @@ class Scorer:
     def schedule(self) -> Schedule:
         return Schedule()
 
+    def for_model(self, num_heads: int, head_dim: int) -> Scorer:
+        """This scorer as the fields below ask for it, where their shapes depend on the model.
+
+        `num_heads` is 0 in a prefill unless the policy needs queries.
+        """
+        del num_heads, head_dim
+        return self
+
     def slot_fields(self) -> dict[str, StateField]:
         """Per-entry state this scorer keeps; new entries start at `fill`."""
         return {}

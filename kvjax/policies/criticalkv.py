@@ -54,6 +54,9 @@ class CriticalKV(Scorer):
     def schedule(self) -> Schedule:
         return self.base.schedule()
 
+    def for_model(self, num_heads: int, head_dim: int) -> CriticalKV:
+        return dataclasses.replace(self, base=self.base.for_model(num_heads, head_dim))
+
     def slot_fields(self) -> dict[str, StateField]:
         return self.base.slot_fields()
 

@@ -14,6 +14,7 @@ from kvjax.policies import Observation, Scorer, State
 def fresh_state(scorer: Scorer, observation: Observation) -> State:
     """The state of a cache in which every entry is new."""
     lead, batch = observation.positions.shape, observation.positions.shape[:1]
+    scorer = scorer.for_model(0, observation.keys.shape[-1])
     return State(
         slots={
             name: jnp.full((*lead, *field.shape), field.fill, field.dtype)
