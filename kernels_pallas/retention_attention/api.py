@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Literal
 
 import jax.numpy as jnp
@@ -12,10 +13,7 @@ from kernels_pallas.retention_attention import blockwise, reference
 
 type Implementation = Literal["reference", "blockwise"]
 
-_IMPLEMENTATIONS = {
-    "reference": reference.retention_attention,
-    "blockwise": blockwise.retention_attention,
-}
+_IMPLEMENTATIONS = {"reference": reference, "blockwise": blockwise}
 
 _DENSE_LENGTH = 128  # one block, and the longest row of which the reference is as fast
 
@@ -52,15 +50,56 @@ def retention_attention(
 
     Source: TRIM-KV (arXiv 2512.03324), the retention-gated attention of training.
     """
-    if implementation is not None and implementation not in _IMPLEMENTATIONS:
+    _check(queries, keys, values, segments)
+    if log_beta.shape != keys.shape[:3]:
+        raise ValueError(
+            f"log_beta has shape {log_beta.shape}, but queries and keys ask for {keys.shape[:3]}"
+        )
+    if log_beta.dtype != jnp.float32:
+        raise ValueError(
+            f"log_beta is {log_beta.dtype}: compute it in float32, ages multiply its rounding"
+        )
+    chosen = _chosen(implementation, queries.shape[2])
+    return chosen.retention_attention(
+        queries, keys, values, log_beta, segments, NO_WINDOW if window is None else window
+    )
+
+
+def segment_attention(
+    queries: Float[Array, "B H T D"],
+    keys: Float[Array, "B K T D"],
+    values: Float[Array, "B K T D"],
+    segments: Int[Array, "B T"],
+    *,
+    window: int | Int[Array, ""] | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B H T D"], Float[Array, "B H T"]]:
+    """Plain causal attention within documents, and its float32 log-sum-exp: a frozen model's.
+
+    `retention_attention` with log_beta 0, but forward only. Padding gets 0 and -inf.
+    """
+    _check(queries, keys, values, segments)
+    chosen = _chosen(implementation, queries.shape[2])
+    return chosen.segment_attention(
+        queries, keys, values, segments, NO_WINDOW if window is None else window
+    )
+
+
+def _chosen(implementation: Implementation | None, length: int) -> ModuleType:
+    if implementation is None:
+        implementation = "reference" if length <= _DENSE_LENGTH else "blockwise"
+    if implementation not in _IMPLEMENTATIONS:
         allowed = ", ".join(map(repr, _IMPLEMENTATIONS))
         raise ValueError(f"implementation={implementation!r}: allowed are {allowed} and None")
+    return _IMPLEMENTATIONS[implementation]
+
+
+def _check(queries: Array, keys: Array, values: Array, segments: Array) -> None:
     batch, heads, length, size = queries.shape
     kv_heads = keys.shape[1]
     expected = {
         "keys": (keys.shape, (batch, kv_heads, length, size)),
         "values": (values.shape, (batch, kv_heads, length, size)),
-        "log_beta": (log_beta.shape, (batch, kv_heads, length)),
         "segments": (segments.shape, (batch, length)),
     }
     for name, (given, wanted) in expected.items():
@@ -73,12 +112,3 @@ def retention_attention(
             f"queries are {queries.dtype}, keys {keys.dtype}, values {values.dtype}: cast them to "
             "one dtype"
         )
-    if log_beta.dtype != jnp.float32:
-        raise ValueError(
-            f"log_beta is {log_beta.dtype}: compute it in float32, ages multiply its rounding"
-        )
-    if implementation is None:
-        implementation = "reference" if length <= _DENSE_LENGTH else "blockwise"
-    return _IMPLEMENTATIONS[implementation](
-        queries, keys, values, log_beta, segments, NO_WINDOW if window is None else window
-    )

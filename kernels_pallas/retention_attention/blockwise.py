@@ -48,8 +48,48 @@ def retention_attention(
     Only output and log-sum-exp are kept for the backward pass, which makes the tiles again. Tiles
     that lie above the diagonal, outside the window, or across documents in every row cost nothing.
     """
+    blocks = _blocks(queries.shape[2], query_block, key_block)
+    inputs = _padded(*blocks, queries, keys, values, log_beta, segments, window)
+    with jax.named_scope("retention_attention"):
+        out = _attend(*blocks, *inputs)
+    return out[:, :, :, : queries.shape[2]].reshape(queries.shape)
+
+
+def segment_attention(
+    queries: Float[Array, "B H T D"],
+    keys: Float[Array, "B K T D"],
+    values: Float[Array, "B K T D"],
+    segments: Int[Array, "B T"],
+    window: int | Int[Array, ""] = NO_WINDOW,
+    *,
+    query_block: int = 128,
+    key_block: int = 128,
+) -> tuple[Float[Array, "B H T D"], Float[Array, "B H T"]]:
+    """As the reference. Forward only: no rule is needed to differentiate what is frozen."""
+    blocks = _blocks(queries.shape[2], query_block, key_block)
+    still = jnp.zeros(keys.shape[:3], jnp.float32)
+    inputs = _padded(*blocks, queries, keys, values, still, segments, window)
+    with jax.named_scope("segment_attention"):
+        out, (*_, lse) = _forward(*blocks, *inputs)
+    out, lse = (array[:, :, :, : queries.shape[2]] for array in (out, lse))
+    return out.reshape(queries.shape), lse.reshape(queries.shape[:3])
+
+
+def _blocks(length: int, query_block: int, key_block: int) -> tuple[int, int]:
+    return min(query_block, length), min(key_block, length)
+
+
+def _padded(
+    query_block: int,
+    key_block: int,
+    queries: Array,
+    keys: Array,
+    values: Array,
+    log_beta: Array,
+    segments: Array,
+    window: int | Array,
+) -> tuple[_Tensors, _Mask]:
     batch, kv_heads, length, size = keys.shape
-    query_block, key_block = min(query_block, length), min(key_block, length)
     everyone = tokens(segments)
     tensors = _Tensors(
         pad_to(queries.reshape(batch, kv_heads, -1, length, size), query_block, 3),
@@ -58,12 +98,9 @@ def retention_attention(
         # The lowest finite number for -inf, of which age 0 would make NaN.
         pad_to(jnp.maximum(log_beta, jnp.finfo(jnp.float32).min), key_block, 2),
     )
-    mask = _Mask(
+    return tensors, _Mask(
         everyone.padded(query_block), everyone.padded(key_block), jnp.asarray(window, jnp.int32)
     )
-    with jax.named_scope("retention_attention"):
-        out = _attend(query_block, key_block, tensors, mask)
-    return out[:, :, :, :length].reshape(queries.shape)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -22,6 +22,29 @@ def retention_attention(
 
     Query head h reads KV head h // (H / K). Padding gets output 0.
     """
+    return _attended(queries, keys, values, log_beta, segments, window)[0]
+
+
+def segment_attention(
+    queries: Float[Array, "B H T D"],
+    keys: Float[Array, "B K T D"],
+    values: Float[Array, "B K T D"],
+    segments: Int[Array, "B T"],
+    window: int | Int[Array, ""] = NO_WINDOW,
+) -> tuple[Float[Array, "B H T D"], Float[Array, "B H T"]]:
+    """Attention without decay, and the log-sum-exp of its visible logits; padding: 0 and -inf."""
+    still = jnp.zeros(keys.shape[:3], jnp.float32)
+    return _attended(queries, keys, values, still, segments, window)
+
+
+def _attended(
+    queries: Array,
+    keys: Array,
+    values: Array,
+    log_beta: Array,
+    segments: Array,
+    window: int | Array,
+) -> tuple[Float[Array, "B H T D"], Float[Array, "B H T"]]:
     batch, heads, length, size = queries.shape
     kv_heads = keys.shape[1]
     split = (batch, kv_heads, heads // kv_heads, length)
@@ -40,6 +63,8 @@ def retention_attention(
     logits = jnp.where(seen, logits + bias[:, :, None], -jnp.inf)
     largest = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), -1e30)
     weights = jnp.exp(logits - jax.lax.stop_gradient(largest))
-    total = jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-30)
-    out = jnp.einsum("bkgij,bkjd->bkgid", weights / total, values.astype(jnp.float32))
-    return out.reshape(queries.shape).astype(queries.dtype)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    share = weights / jnp.maximum(total, 1e-30)
+    out = jnp.einsum("bkgij,bkjd->bkgid", share, values.astype(jnp.float32))
+    lse = (jnp.log(total) + largest).reshape(queries.shape[:3])
+    return out.reshape(queries.shape).astype(queries.dtype), lse

@@ -183,6 +183,21 @@ def test_full_retention_is_plain_attention(implementation, window):
     np.testing.assert_allclose(found, wanted, atol=3e-6)
 
 
+@pytest.mark.parametrize("form", [reference, blockwise])
+@pytest.mark.parametrize("window", [NO_WINDOW, 11])
+def test_segment_attention_is_that_without_decay_and_gives_its_log_sum_exp(form, window):
+    queries, keys, values, _ = case(2, 2, 3, 45, 8, seed=14)
+    form = partial(form.segment_attention, **({} if form is reference else {"query_block": 8}))
+    out, lse = jax.jit(form)(queries, keys, values, rows(PACKED), window)
+    wanted = definition(queries, keys, values, np.zeros((2, 2, 45)), PACKED, window)
+    np.testing.assert_allclose(out, wanted, atol=2e-6)
+    for row, head, i in np.ndindex(2, 6, 45):
+        seen = [j for j in range(i + 1) if PACKED[row][j] == PACKED[row][i] >= 0 > i - j - window]
+        logits = [queries[row, head, i] @ keys[row, head // 3, j] / np.sqrt(8) for j in seen]
+        wanted = np.log(np.sum(np.exp(np.array(logits, np.float64)))) if seen else -np.inf
+        np.testing.assert_allclose(lse[row, head, i], wanted, atol=1e-5)
+
+
 @pytest.mark.parametrize("form", FORMS, ids=["reference", "blockwise"])
 @pytest.mark.parametrize("rate", [0.0, -1e-8, -50.0, -1e30, -3.4028235e38, -np.inf])
 def test_extreme_retention_stays_exact_in_value_and_gradient(form, rate):
