@@ -15,11 +15,12 @@ from eval import fields
 from kvjax.models.sharding import MESH_AXES
 from train import data
 from train.data.config import SourceConfig
+from train.indexer import IndexerTraining
 from train.optimizer import OptimizerConfig
 from train.retention import RetentionConfig
 
-type ModuleConfig = RetentionConfig
-MODULES: dict[str, type[ModuleConfig]] = {"retention": RetentionConfig}
+type ModuleConfig = IndexerTraining | RetentionConfig
+MODULES: dict[str, Any] = {"indexer": IndexerTraining, "retention": RetentionConfig}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

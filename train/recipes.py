@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from train.config import TrainConfig
+from train.indexer import IndexerRecipe
 from train.recipe import Recipe
 from train.retention import RetentionRecipe
 
 
 def recipe_of(config: TrainConfig) -> Recipe:
     """What trains the module that the config names."""
-    recipes = {"retention": RetentionRecipe}
+    recipes: dict[str, Any] = {"indexer": IndexerRecipe, "retention": RetentionRecipe}
     return recipes[config.kind](config.module, config.length)

@@ -1,0 +1,47 @@
+"""One pass of a frozen model over packed rows, from which every layer gives something."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from kernels_pallas.retention_attention import segment_attention
+from kvjax.models.decoder import Decoder, Projected
+from train.recipe import Batch
+
+
+class Layer(NamedTuple):
+    """What a frozen layer computed."""
+
+    new: Projected
+    lse: Float[Array, "B H T"]  # log-sum-exp of each query's logits
+    window: Array  # sliding window in tokens, `NO_WINDOW` for full attention
+
+
+def frozen_pass(
+    model: Decoder, batch: Batch, visit: Callable[[Layer, Any], Any], own: Any = None
+) -> tuple[Float[Array, "B T E"], Any]:
+    """The last residual stream, and what `visit` gives for each layer, stacked.
+
+    Documents attend within themselves. `own` are arrays with a leading axis of layers, of which
+    `visit` gets its layer's; only they are differentiated.
+    """
+    segments = batch["segments"]
+    rotation = model.rotation(jnp.maximum(batch["positions"], 0))
+    sliding = any(model.config.windows)
+
+    def body(x: Array, inputs: Any) -> tuple[Array, Any]:
+        layer, window, mine = inputs
+        new = lax.stop_gradient(layer.project(x, *rotation))
+        out, lse = segment_attention(
+            new.queries, new.keys, new.values, segments, window=window if sliding else None
+        )
+        given = visit(Layer(new, lse, window), mine)
+        return lax.stop_gradient(layer.finish(x, out)), given
+
+    inputs = (model.layers, jnp.asarray(model.windows), own)
+    return lax.scan(body, model.embed(batch["tokens"]), inputs)
