@@ -70,7 +70,8 @@ def check_cache(model: Decoder, cache: Cache) -> None:
 def check_state(model: Decoder, cache: Cache, policy: Policy) -> None:
     """Refuses a cache without the state that a policy of repeated eviction carries along."""
     config, state = model.config, cache.policy_state
-    slots, layer = state_fields(policy, config.num_heads, config.head_dim, model.dtype)
+    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+    slots, layer = state_fields(policy, *heads, model.dtype)
     wanted, found = sorted({*slots, *layer}), sorted({*state.slots, *state.layer} - {MODALITY})
     if wanted != found:
         raise ValueError(

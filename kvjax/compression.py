@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvjax import eviction
+from kvjax import eviction, remembering
+from kvjax.assembly import assemble
 from kvjax.cache import Cache, PaddedCache, Pages
-from kvjax.decoding import assemble
 from kvjax.layer_steps import attend, last_logits, layer_ids, prompt_positions, window_queries
 from kvjax.models.decoder import Decoder
 from kvjax.policies.base import Policy
@@ -92,6 +92,7 @@ def compress(
     modalities: Int[Array, "B T"] | None = None,
 ) -> Cache:
     """The cache that `prefill` with this policy would have left, from `observe`'s full cache."""
+    remembering.check_params(policy, params, model.config)
     lengths = cache.next_position
     budgets = eviction.layer_budgets(policy, budget, lengths, model.config.num_layers)
     per_layer = {
@@ -130,11 +131,11 @@ def compress(
             **seen,
         )
         return None, eviction.cut_layer(
-            policy, observation, layer_budget, window, capacity, layer_params, replay_scores,
-            modalities,
+            policy, observation, layer_budget, window, capacity, layer_params,
+            model.config.num_heads, replay_scores, modalities,
         )  # fmt: skip
 
     inputs = (model.layers, jnp.asarray(model.windows), layer_ids(model), budgets, params)
     full = (cache.keys, cache.values, cache.positions, per_layer, replayed)
     _, kept = lax.scan(body, None, (*inputs, *full))
-    return assemble(model, policy, kept, budget, lengths, capacity, pages)
+    return assemble(model, policy, kept, budget, lengths, capacity, pages, params)

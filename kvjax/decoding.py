@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvjax import eviction
-from kvjax.cache import Cache, PaddedCache, PagedCache, Pages, modality
+from kvjax import eviction, remembering
+from kvjax.assembly import assemble, empty_cache
+from kvjax.cache import Cache, Pages, modality
 from kvjax.layer_steps import (
     attend,
     last_logits,
@@ -24,7 +25,7 @@ from kvjax.layer_steps import (
     window_queries,
 )
 from kvjax.models.decoder import Decoder
-from kvjax.policies.base import Policy, StateField
+from kvjax.policies.base import Policy
 from kvjax.policies.observation import MODALITY, State
 
 
@@ -51,6 +52,7 @@ def prefill(
     allocator that crosses layers decides after the last of them: until then each head keeps its
     best `capacity` entries as candidates, so that bound is also the bound of the peak.
     """
+    remembering.check_params(policy, params, model.config)
     windows = jnp.asarray(model.windows)
     positions = prompt_positions(tokens, lengths)
     budgets = eviction.layer_budgets(policy, budget, lengths, model.config.num_layers)
@@ -65,13 +67,13 @@ def prefill(
         )
         kept = eviction.cut_layer(
             policy, observation, layer_budget, window, capacity, layer_params,
-            modalities=modalities,
+            model.config.num_heads, modalities=modalities,
         )  # fmt: skip
         return x, kept
 
     inputs = (model.layers, windows, layer_ids(model), budgets, params)
     x, kept = lax.scan(body, model.embed(tokens), inputs)
-    cache = assemble(model, policy, kept, budget, lengths, capacity, pages)
+    cache = assemble(model, policy, kept, budget, lengths, capacity, pages, params)
     return last_logits(model, x, lengths), cache
 
 
@@ -117,8 +119,7 @@ def prefill_chunked(
     logits = jnp.zeros((batch, model.config.vocab_size), jnp.float32)
     (logits, cache), _ = lax.scan(body, (logits, cache), (starts, cut(tokens), pieces))
     if policy.schedule.decode_interval is None:
-        state = modality.without_policy(cache.policy_state)
-        cache = dataclasses.replace(cache, policy_state=state)
+        cache = dataclasses.replace(cache, policy_state=cache.policy_state.without_policy())
     return logits, cache
 
 
@@ -139,20 +140,23 @@ def extend(
     One function for prefill chunks, follow-up questions and decode steps. All new tokens attend
     to every slot and causally to each other; then, where `policy` is given, rows whose mean head
     has grown to budget + `interval` entries (default: the schedule's decode interval), or whose
-    tokens would not fit, are cut back to `budget`. Without a policy nothing is evicted, and
-    tokens that find no slot are counted in `cache.overflowed`. In a cache that carries
-    modalities, tokens without `modalities` are text.
+    tokens would not fit, are cut back to `budget`. Without a policy, or with one that evicts once,
+    nothing is evicted, and tokens that find no slot are counted in `cache.overflowed`. A cache
+    that carries a memory needs the policy that wrote it, with its `params`: new tokens read it as
+    it was before the call. In a cache that carries modalities, tokens without `modalities` are
+    text.
 
     The cache is read-only inside the layer scan and written once behind it, so a donated cache
     is updated in place. Returns the logits of each row's last new token.
     """
-    if policy is None or policy.scorer is None:
-        return _extend_only(model, cache, tokens, lengths, modalities)
+    if policy is not None and policy.scorer is not None:
+        interval = interval or policy.schedule.decode_interval
+    else:
+        interval = None
+    if policy is None or interval is None:
+        return _extend_only(model, cache, tokens, lengths, policy, params, modalities)
     if budget is None:
         raise ValueError(f"extend with policy {policy.name!r} needs a budget (entries per head)")
-    interval = interval or policy.schedule.decode_interval
-    if interval is None:
-        return _extend_only(model, cache, tokens, lengths, modalities)
     return _extend_and_evict(
         model, cache, tokens, lengths, budget, policy, params, interval, modalities
     )
@@ -163,23 +167,27 @@ def _extend_only(
     cache: Cache,
     tokens: Int[Array, "B T"],
     lengths: Int[Array, " B"],
+    policy: Policy | None,
+    params: Any,
     modalities: Int[Array, "B T"] | None,
 ) -> tuple[Float[Array, "B V"], Cache]:
-    if cache.policy_state.slots.keys() - {MODALITY} or cache.policy_state.layer:
+    if cache.policy_state.slots.keys() - {MODALITY} or cache.policy_state.own:
         raise ValueError(
             "extend: this cache carries the state of a policy that evicts while decoding; pass "
             "that policy and its budget"
         )
-    state = modality.of_union(State(), cache, modalities, tokens.shape[1])
+    params, memory = remembering.memory_of(cache, policy, params, model.config)
+    state = modality.of_union(State(layer=memory), cache, modalities, tokens.shape[1])
     positions = _next_positions(cache, tokens, lengths)
     rotation = model.rotation(positions)
 
     def body(x: Array, inputs: Any) -> tuple[Array, Any]:
-        layer, window, view = inputs
-        x, new, _ = attend(layer, x, rotation, positions, window, frozenset(), (cache, view))
+        layer, window, view, *remembered = inputs
+        read = remembering.reader(policy, *remembered)
+        x, new, _ = attend(layer, x, rotation, positions, window, frozenset(), (cache, view), read)
         return x, (new.keys, new.values)
 
-    inputs = (model.layers, jnp.asarray(model.windows), cache.views)
+    inputs = (model.layers, jnp.asarray(model.windows), cache.views, params, memory)
     x, (keys, values) = lax.scan(body, model.embed(tokens), inputs)
     return last_logits(model, x, lengths), cache.append(keys, values, positions, state)
 
@@ -197,19 +205,22 @@ def _extend_and_evict(
 ) -> tuple[Float[Array, "B V"], Cache]:
     assert policy.scorer is not None
     scorer, config = policy.scorer, model.config
+    memory_params, memory = remembering.memory_of(cache, policy, params, config)
+    scorer_params, _ = policy.split(params)
     windows = jnp.asarray(model.windows)
     positions = _next_positions(cache, tokens, lengths)
     rotation = model.rotation(positions)
     next_position = cache.next_position + lengths
     budgets = eviction.layer_budgets(policy, budget, next_position, config.num_layers)
     full = eviction.due(cache, lengths, budgets, windows, interval)
-    fields, _ = eviction.state_fields(policy, config.num_heads, config.head_dim, model.dtype)
+    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+    fields, _ = eviction.state_fields(policy, *heads, model.dtype)
     lead = (cache.batch, cache.num_kv_heads, tokens.shape[1])
 
     def body(x: Array, inputs: Any) -> tuple[Array, Any]:
-        layer, window, index, layer_budget, layer_params, view, old = inputs
-        cached = (cache, view)
-        x, new, column = attend(layer, x, rotation, positions, window, policy.needs, cached)
+        layer, window, index, layer_budget, layer_params, view, old, *remembered = inputs
+        cached, read = (cache, view), remembering.reader(policy, *remembered)
+        x, new, column = attend(layer, x, rotation, positions, window, policy.needs, cached, read)
         state = State(slots=cache.dense_slots(view, index), layer=old)
         state = eviction.grow(state, fields, lead)
         queries = window_queries(
@@ -229,11 +240,13 @@ def _extend_and_evict(
         verdict = lax.cond(jnp.any(full), judge, lambda: eviction.no_verdict(observation.positions))
         return x, (new.keys, new.values, state, observation.valid, verdict)
 
-    inputs = (model.layers, windows, layer_ids(model), budgets, params)
-    cached = (cache.views, cache.policy_state.layer)
+    inputs = (model.layers, windows, layer_ids(model), budgets, scorer_params)
+    # Only a cut changes the memory: the scan reads it and does not write it again.
+    cached = (cache.views, cache.policy_state.own, memory_params, memory)
     x, (keys, values, state, valid, verdict) = lax.scan(
         body, model.embed(tokens), (*inputs, *cached)
     )
+    state = State(slots=state.slots, layer=state.layer | memory)
     state = modality.of_union(state, cache, modalities, tokens.shape[1])
 
     def cut() -> Cache:
@@ -243,7 +256,14 @@ def _extend_and_evict(
         def absorb(layer: Array, k: Array, v: Array, slots: Array) -> tuple[Array, Array]:
             return policy.remainder.apply(k, v, slots, keep[layer], verdict.scores[layer])
 
-        return cache.keep(keep, keys, values, positions, state, absorb)
+        kept_state = state
+        if policy.remembers:
+            written = remembering.remember_all(
+                policy, memory_params, cache, keys, values, positions, keep, windows,
+                jnp.asarray(model.rope_frequencies[0]),
+            )  # fmt: skip
+            kept_state = State(slots=state.slots, layer=state.layer | written)
+        return cache.keep(keep, keys, values, positions, kept_state, absorb)
 
     cache = lax.cond(jnp.any(full), cut, lambda: cache.append(keys, values, positions, state))
     return last_logits(model, x, lengths), cache
@@ -254,79 +274,3 @@ def _next_positions(
 ) -> Int[Array, "B T"]:
     place = prompt_positions(tokens, lengths)
     return jnp.where(place >= 0, cache.next_position[:, None] + place, -1)
-
-
-def empty_cache(
-    model: Decoder,
-    batch: int,
-    capacity: int,
-    policy: Policy | None = None,
-    pages: Pages | None = None,
-    *,
-    modalities: bool = False,
-) -> Cache:
-    """An empty cache for this model, with the state that `policy` keeps over calls.
-
-    With `modalities` it carries the modality of its entries.
-    """
-    config = model.config
-    rows = (config.num_layers, batch)
-    slots: dict[str, StateField] = {}
-    layer: dict[str, StateField] = {}
-    if policy is not None:
-        slots, layer = eviction.state_fields(policy, config.num_heads, config.head_dim, model.dtype)
-    if modalities:
-        slots = slots | {MODALITY: StateField(dtype=jnp.int8)}
-    lead: tuple[int, ...] = (*rows, config.num_kv_heads, capacity)
-    if pages is not None:
-        lead = (batch, pages.pool, pages.size)
-    state = State(slots=eviction.new_state(slots, lead), layer=eviction.new_state(layer, rows))
-    shape: dict[str, Any] = {
-        "num_layers": config.num_layers,
-        "batch": batch,
-        "num_kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "dtype": model.dtype,
-        "policy_state": state,
-    }
-    if pages is not None:
-        return PagedCache.empty(pages=pages, **shape)
-    return PaddedCache.empty(capacity=capacity, **shape)
-
-
-def assemble(
-    model: Decoder,
-    policy: Policy,
-    kept: eviction.Kept,
-    budget: Int[Array, " B"],
-    lengths: Int[Array, " B"],
-    capacity: int,
-    pages: Pages | None,
-) -> Cache:
-    """A cache from what the layers kept, after the last cut of allocators that cross layers."""
-    if policy.scorer is not None and policy.allocator.crosses_layers:
-        kept = eviction.cut_candidates(
-            policy, kept, budget, lengths, jnp.asarray(model.windows), capacity
-        )
-    repeats = policy.schedule.decode_interval is not None
-    state = kept.state if repeats else modality.without_policy(kept.state)
-    if pages is not None:
-        empty = empty_cache(
-            model,
-            lengths.shape[0],
-            capacity,
-            policy if repeats else None,
-            pages,
-            modalities=MODALITY in state.slots,
-        )
-        assert isinstance(empty, PagedCache)
-        return empty.fill(kept.keys, kept.values, kept.positions, kept.lengths, lengths, state)
-    return PaddedCache(
-        keys=kept.keys,
-        values=kept.values,
-        positions=kept.positions,
-        lengths=kept.lengths,
-        next_position=lengths,
-        overflowed=jnp.zeros_like(lengths),
-        policy_state=state,
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,20 +12,24 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int
 
+from kvjax import remembering
 from kvjax.cache import Cache
 from kvjax.layer_steps import attend, prompt_positions
 from kvjax.models.decoder import Decoder
+from kvjax.policies.base import Policy
 
 _NEEDS = frozenset({"column_attention"})
 
 
-@jax.jit
+@partial(jax.jit, static_argnames="policy")
 def useful_mass(
     model: Decoder,
     cache: Cache,
     tokens: Int[Array, "B T"],
     lengths: Int[Array, " B"],
     useful: Bool[Array, "B P"],
+    policy: Policy | None = None,
+    params: Any = None,
 ) -> Float32[Array, "L B H"]:
     """Mean over a row's new tokens of their softmax weight on the cached entries of U.
 
@@ -35,7 +40,8 @@ def useful_mass(
 
     The denominator is that of the model's own attention: cached entries and new tokens up to t,
     within the layer's window. New tokens are never in U. Each layer's input comes from the layers
-    before, which see this cache too: behind the first layer, eviction also changes the queries.
+    before, which see this cache too: behind the first layer, eviction also changes the queries,
+    and so does a memory, which is no entry and has no share of its own.
 
     docs/theory.md counts entries of the cache alone: its delta is 1 - mass(U) / mass(all true),
     exact for one new token. The cache is only read; a row of length 0 gets 0.
@@ -46,15 +52,18 @@ def useful_mass(
       tokens: the right-padded new tokens, such as a question.
       lengths: new tokens of each row.
       useful: over absolute positions.
+      policy, params: what wrote the memory of a cache that carries one.
     """
+    remembered = remembering.memory_of(cache, policy, params, model.config)
     place = prompt_positions(tokens, lengths)
     positions = jnp.where(place >= 0, cache.next_position[:, None] + place, -1)
     rotation = model.rotation(positions)
     count = jnp.maximum(lengths, 1).astype(jnp.float32)[:, None]
 
     def body(x: Array, inputs: Any) -> tuple[Array, Array]:
-        layer, window, view = inputs
-        x, _, column = attend(layer, x, rotation, positions, window, _NEEDS, (cache, view))
+        layer, window, view, *remembered = inputs
+        read = remembering.reader(policy, *remembered)
+        x, _, column = attend(layer, x, rotation, positions, window, _NEEDS, (cache, view), read)
         assert column is not None
         slots = cache.dense(view)[2]
         width = slots.shape[2]
@@ -64,7 +73,7 @@ def useful_mass(
         mass = jnp.sum(jnp.where(inside[:, :, None], by_head, 0), axis=-1)
         return x, mass.reshape(column.shape[:2]) / count
 
-    inputs = (model.layers, jnp.asarray(model.windows), cache.views)
+    inputs = (model.layers, jnp.asarray(model.windows), cache.views, *remembered)
     return lax.scan(body, model.embed(tokens), inputs)[1]
 
 

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kernels_pallas.attention import NO_WINDOW
 from kernels_pallas.gather_compact import gather_slots
 from kernels_pallas.select import keep_mask, kept_indices
+from kvjax import remembering
 from kvjax.cache import Cache, modality
 from kvjax.policies.base import Policy, StateField
 from kvjax.policies.observation import Observation, State
@@ -28,7 +29,7 @@ REPLAY = "replay_score"  # slot state of policies that need a replay of the cont
 
 
 def state_fields(
-    policy: Policy, num_heads: int, head_dim: int, dtype: jnp.dtype
+    policy: Policy, num_heads: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype
 ) -> tuple[dict[str, StateField], dict[str, StateField]]:
     """The slot and layer arrays that `policy` keeps in a cache."""
     if policy.scorer is None:
@@ -39,7 +40,7 @@ def state_fields(
         shape = (num_heads, policy.window, head_dim)
         layer[QUERIES] = StateField(shape=shape, dtype=dtype)
         layer[QUERY_POSITIONS] = StateField(shape=(policy.window,), dtype=jnp.int32, fill=-1)
-    return slots, layer
+    return slots, layer | policy.remainder.layer_fields(num_heads, num_kv_heads, head_dim)
 
 
 def new_state(fields: dict[str, StateField], lead: Sequence[int]) -> dict[str, Array]:
@@ -185,6 +186,7 @@ def cut_layer(
     window: Int[Array, ""],
     capacity: int,
     params: Any,
+    num_heads: int,
     replay_scores: Float[Array, "B K S"] | None = None,
     modalities: Int[Array, "B S"] | None = None,
 ) -> Kept:
@@ -199,7 +201,8 @@ def cut_layer(
         keep = valid
     else:
         observation = dataclasses.replace(observation, budget=budget)
-        state = with_queries(_first_state(policy, observation), observation)
+        params, memory_params = policy.split(params)
+        state = with_queries(_first_state(policy, observation, num_heads), observation)
         if replay_scores is not None:
             state = State(slots=state.slots | {REPLAY: replay_scores}, layer=state.layer)
         state = policy.scorer.update(observation, params, state)
@@ -214,6 +217,12 @@ def cut_layer(
             keys, values = policy.remainder.apply(
                 keys, values, observation.positions, keep, verdict.scores
             )
+        if policy.remembers:
+            memory = remembering.remember(
+                policy, memory_params, state.memory, observation.keys, observation.values,
+                observation.positions, keep, window, observation.rope_frequencies, aligned=True,
+            )  # fmt: skip
+            state = State(slots=state.slots, layer=state.layer | memory)
     indices, lengths = kept_indices(keep, capacity)
     state = modality.of_prompt(state, modalities, keep.shape[1])
     state = State(
@@ -243,18 +252,29 @@ def cut_candidates(
     lengths: Int[Array, " B"],
     windows: Int[Array, " L"],
     capacity: int,
+    params: Any,
+    rope_frequencies: Float[Array, " half"],
 ) -> Kept:
-    """The final cut over all layers' candidates; evicted candidates meet the remainder here."""
+    """The final cut over all layers' candidates; evicted candidates meet the remainder here.
+
+    A memory has met those that were no candidates in `cut_layer`, the first step of this cut.
+    """
     assert candidates.verdict is not None
     valid = candidates.positions >= 0
     keep = stay(policy, candidates.verdict, valid, budget, lengths, windows, capacity)
 
-    def one_layer(_: None, inputs: tuple[Kept, Array]) -> tuple[None, Kept]:
-        layer, stays = inputs
+    def one_layer(_: None, inputs: Any) -> tuple[None, Kept]:
+        layer, stays, window, memory_params = inputs
         assert layer.verdict is not None
         keys, values = policy.remainder.apply(
             layer.keys, layer.values, layer.positions, stays, layer.verdict.scores
         )
+        memory = layer.state.memory
+        if policy.remembers:
+            memory = remembering.remember(
+                policy, memory_params, memory, layer.keys, layer.values, layer.positions,
+                stays, window, rope_frequencies, decays=False,
+            )  # fmt: skip
         indices, count = kept_indices(stays, capacity)
         slots = {name: gather_slots(a, indices) for name, a in layer.state.slots.items()}
         return None, dataclasses.replace(
@@ -263,10 +283,12 @@ def cut_candidates(
             values=gather_slots(values, indices),
             positions=gather_slots(layer.positions, indices, fill=-1),
             lengths=count,
-            state=State(slots=slots, layer=layer.state.layer),
+            state=State(slots=slots, layer=layer.state.layer | memory),
         )
 
-    return lax.scan(one_layer, None, (candidates, keep))[1]
+    remembered = (windows, policy.split(params)[1]) if policy.remembers else (None, None)
+    inputs = (candidates, keep, *remembered)
+    return lax.scan(one_layer, None, inputs)[1]
 
 
 def capacity_for(
@@ -317,12 +339,11 @@ def with_queries(state: State, observation: Observation) -> State:
     return State(slots=state.slots, layer=state.layer | newest)
 
 
-def _first_state(policy: Policy, observation: Observation) -> State:
+def _first_state(policy: Policy, observation: Observation, num_heads: int) -> State:
     """The state of a layer before its first call, with slots for all of its tokens."""
-    num_heads = 0 if observation.queries is None else observation.queries.shape[1]
     head_dim, dtype = observation.keys.shape[-1], observation.keys.dtype
-    slots, layer = state_fields(policy, num_heads, head_dim, dtype)
     shape = observation.positions.shape
+    slots, layer = state_fields(policy, num_heads, shape[1], head_dim, dtype)
     return State(slots=new_state(slots, shape), layer=new_state(layer, shape[:1]))
 
 

@@ -93,7 +93,8 @@ def generate(
 
     A row stops at any of `end_tokens` (which is not put into its cache or counted) and then
     changes no more; the loop ends when all rows have. With a policy of repeated eviction the
-    cache is cut back to `budget` as its schedule says. To stream, call again with the returned
+    cache is cut back to `budget` as its schedule says; one whose remainder remembers is needed
+    where it evicts once, too. To stream, call again with the returned
     logits, cache and `finished`, and with `first_step` the number of steps done: token n is drawn
     with the n-th key whatever the calls.
     """

@@ -14,17 +14,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax import compression, decoding, generation
+from kvjax.batches import Lengths, Tokens, as_batch, as_modalities
 from kvjax.cache import Cache, PaddedCache, Pages
 from kvjax.checks import (
     check_cache,
     check_capacity,
     check_ids,
-    check_integers,
-    check_modalities,
     check_room,
     check_state,
     check_tokens,
@@ -37,9 +35,6 @@ from kvjax.policies.registry import policy as named_policy
 from kvjax.repetition import ReplayPrompt, compiled_replay
 from kvjax.sizing import as_entries, resolve_budget, storage
 from kvjax.turns import ChatTokenizer
-
-type Tokens = Int[Array | np.ndarray, "B T"] | Sequence[Sequence[int]] | Sequence[int]
-type Lengths = Int[Array | np.ndarray, " B"] | Sequence[int] | None
 
 _STORAGE = ("policy", "capacity", "pages")
 _prefill = jax.jit(decoding.prefill, static_argnames=_STORAGE)
@@ -96,9 +91,9 @@ def prefill(
             f"policy {policy.name!r} replays the whole context after its prefill: use observe, "
             "replay and compress (with prefill='whole')"
         )
-    tokens, lengths = _as_batch(tokens, lengths)
+    tokens, lengths = as_batch(tokens, lengths)
     check_tokens(model, tokens, lengths)
-    modalities = _as_modalities(modalities, tokens.shape, lengths)
+    modalities = as_modalities(modalities, tokens.shape, lengths)
     entries = resolve_budget(model, budget, lengths)
     capacity, pages = storage(
         model, policy, budget, entries, tokens.shape[1], room, capacity, pages
@@ -126,7 +121,7 @@ def observe(
     policies: Sequence[Policy] = (),
 ) -> tuple[Float[Array, "B V"], PaddedCache, Observed]:
     """One prefill that serves every policy: logits, the full cache, and what `compress` needs."""
-    tokens, lengths = _as_batch(tokens, lengths)
+    tokens, lengths = as_batch(tokens, lengths)
     check_tokens(model, tokens, lengths)
     for policy in policies:
         if policy.schedule.prefill == "chunked":
@@ -148,7 +143,7 @@ def replay(
     chunk: int = 2048,
 ) -> Observed:
     """What `observe` saw, with the replay scores that KVzip needs; same tokens, same full cache."""
-    tokens, lengths = _as_batch(tokens, lengths)
+    tokens, lengths = as_batch(tokens, lengths)
     prompt = ReplayPrompt.of(tokenizer)
     scores = compiled_replay(model, cache, tokens, lengths, prompt, chunk=chunk)
     return dataclasses.replace(observed, replay_scores=scores)
@@ -170,7 +165,7 @@ def compress(
     """The cache that `prefill` with this policy and budget leaves, from `observe`'s full cache."""
     policy = _as_policy(policy)
     observed_shape = (cache.batch, cache.capacity)
-    modalities = _as_modalities(modalities, observed_shape, cache.next_position)
+    modalities = as_modalities(modalities, observed_shape, cache.next_position)
     entries = resolve_budget(model, budget, cache.next_position)
     capacity, pages = storage(model, policy, budget, entries, cache.capacity, room, capacity, pages)
     check_capacity(model, policy, capacity, entries, cache.next_position)
@@ -202,15 +197,16 @@ def extend(
     """Appends tokens (a question, a turn) to a cache; see `decoding.extend`.
 
     Raises:
-      ValueError: the tokens find no free slots and no policy makes room; modalities that are not
-        allowed, or for a cache that carries none.
+      ValueError: the tokens find no free slots and no policy makes room; a cache that carries a
+        memory without the policy that wrote it; modalities that are not allowed, or for a cache
+        that carries none.
     """
-    tokens, lengths = _as_batch(tokens, lengths)
+    tokens, lengths = as_batch(tokens, lengths)
     check_cache(model, cache)
     check_ids(model, tokens)
     if tokens.shape[0] != cache.batch:
         raise ValueError(f"tokens of {tokens.shape[0]} rows: the cache has {cache.batch}")
-    modalities = _as_modalities(modalities, tokens.shape, lengths)
+    modalities = as_modalities(modalities, tokens.shape, lengths)
     if interval is not None and interval < 1:
         raise ValueError(f"interval {interval}: allowed are integers >= 1")
     evicts = _evicts(policy, interval)
@@ -225,9 +221,8 @@ def extend(
         tokens,
         lengths,
         budget=entries,
-        policy=policy if evicts else None,
-        params=params if evicts else None,
         interval=interval,
+        **_going_on(policy, params, evicts),
         modalities=modalities,
     )
 
@@ -250,7 +245,8 @@ def generate(
     """Decodes with a compiled loop; see `generation.generate`.
 
     Raises:
-      ValueError: the cache has no room for `max_new_tokens` and no policy makes room.
+      ValueError: the cache has no room for `max_new_tokens` and no policy makes room, or it
+        carries a memory and the policy that wrote it is not given.
     """
     check_cache(model, cache)
     if logits.shape != (cache.batch, model.config.vocab_size):
@@ -273,9 +269,8 @@ def generate(
         key=key,
         first_step=first_step,
         finished=finished,
-        policy=policy if evicts else None,
         budget=entries,
-        params=params if evicts else None,
+        **_going_on(policy, params, evicts),
     )
 
 
@@ -318,60 +313,12 @@ def _evicts(policy: Policy | None, interval: int | None) -> bool:
     return interval is not None or policy.schedule.decode_interval is not None
 
 
+def _going_on(policy: Policy | None, params: Any, evicts: bool) -> dict[str, Any]:
+    """Policy and params where new tokens have to do with them: others share compilations."""
+    if policy is None or not (evicts or policy.remembers):
+        return {"policy": None, "params": None}
+    return {"policy": policy, "params": params}
+
+
 def _as_policy(policy: Policy | str) -> Policy:
     return named_policy(policy) if isinstance(policy, str) else policy
-
-
-def _as_batch(tokens: Tokens, lengths: Lengths) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
-    if isinstance(tokens, jax.Array | np.ndarray):
-        if tokens.ndim != 2:
-            raise ValueError(f"tokens of shape {tokens.shape}: allowed is [batch, length]")
-        check_integers(tokens)
-        if lengths is None:
-            lengths = np.full(tokens.shape[0], tokens.shape[1])
-        if not isinstance(lengths, jax.Array):
-            lengths = np.asarray(lengths)
-        check_integers(lengths, "lengths")
-        if lengths.shape != tokens.shape[:1]:
-            raise ValueError(
-                f"lengths of shape {lengths.shape}: allowed is one for each of "
-                f"{tokens.shape[0]} rows"
-            )
-        return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
-    if lengths is not None:
-        raise ValueError("lengths go with an array of tokens; lists have their own")
-    rows = [list(row) if isinstance(row, Sequence) else [row] for row in tokens]
-    if tokens and not isinstance(tokens[0], Sequence):
-        rows = [[row[0] for row in rows]]
-    if not rows or any(not row for row in rows):
-        raise ValueError("empty prompt: every row needs at least one token")
-    counts = [len(row) for row in rows]
-    padded = np.zeros((len(rows), max(counts)), np.int32)
-    for index, row in enumerate(rows):
-        check_integers(np.asarray(row))
-        padded[index, : len(row)] = row
-    return jnp.asarray(padded), jnp.asarray(counts, jnp.int32)
-
-
-def _as_modalities(
-    given: Tokens | None, shape: tuple[int, ...], lengths: Int[Array, " B"]
-) -> Int[Array, "B T"] | None:
-    """An id for each token of a batch of this shape; lists are as long as their rows."""
-    if given is None:
-        return None
-    if isinstance(given, jax.Array | np.ndarray):
-        if given.shape != shape:
-            raise ValueError(f"modalities of shape {given.shape}: allowed is {shape}, as tokens")
-        check_modalities(given)
-        return jnp.asarray(given, jnp.int8)
-    lists = given if given and isinstance(given[0], Sequence) else [given]
-    rows = [np.asarray(row) for row in lists]
-    counts = [row.size for row in rows]
-    wanted = counts if isinstance(lengths, jax.core.Tracer) else np.asarray(lengths).tolist()
-    if counts != wanted or len(counts) != shape[0] or max(counts) > shape[1]:
-        raise ValueError(f"modalities of {counts} ids: allowed are {wanted}, one for each token")
-    padded = np.zeros(shape, np.int8)
-    for index, row in enumerate(rows):
-        check_modalities(row)
-        padded[index, : row.size] = row
-    return jnp.asarray(padded)

@@ -13,6 +13,7 @@ from kvjax import eviction
 from kvjax.cache.padded import join
 from kvjax.models.decoder import Decoder, DecoderLayer, Projected
 from kvjax.policies.observation import Observation
+from kvjax.remembering import Read
 
 type Rotation = tuple[Array, Array]
 
@@ -25,11 +26,13 @@ def attend(
     window: Int[Array, ""],
     needs: frozenset[str],
     cached: Any = None,
+    read: Read | None = None,
 ) -> tuple[Array, Projected, Array | None]:
     """One layer over the cached slots and the new tokens; column sums where they are needed.
 
     `cached` is a cache and its view of this layer, read only: the new tokens are a second part,
-    merged by log-sum-exp, so that the cache is never copied to be extended.
+    merged by log-sum-exp, so that the cache is never copied to be extended. `read` adds what is
+    remembered of evicted entries; column sums are of the softmax over those that are there.
     """
     new = layer.project(x, *rotation)
     entries = (new.queries, new.keys, new.values)
@@ -49,6 +52,8 @@ def attend(
             keys, _, slots = cache.dense(view)
             old = column_attention(new.queries, lse, keys, positions, slots, window)
             column = jnp.concatenate([old, column], axis=2)
+    if read is not None:
+        out = read(new, out, lse)
     return layer.finish(x, out), new, column
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,10 +11,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
+from kvjax import remembering
 from kvjax.cache import Cache
 from kvjax.checks import check_cache, check_ids
 from kvjax.layer_steps import attend, prompt_positions
 from kvjax.models.decoder import Decoder
+from kvjax.policies.base import Policy
 
 _BLOCK = 128  # positions whose logits exist at a time
 
@@ -24,41 +27,52 @@ def log_likelihood(
     logits: Float[Array, "B V"],
     tokens: Int[Array | np.ndarray, "B T"],
     lengths: Int[Array | np.ndarray, " B"] | None = None,
+    *,
+    policy: Policy | None = None,
+    params: Any = None,
 ) -> Float32[Array, "B T"]:
     """log p of every token of a continuation, in nats; 0 in the padding behind `lengths`.
 
     `cache` and `logits` are what prefill, compress or extend returned for what comes before. The
-    tokens attend to the cache as it stands and to each other; nothing is evicted or changed.
-    Perplexity is exp of minus the mean.
+    tokens attend to the cache as it stands and to each other; nothing is evicted or changed. A
+    cache that carries a memory is read with the `policy` that wrote it and its `params`; others
+    need neither. Perplexity is exp of minus the mean.
 
     Raises:
-      ValueError: a cache of another model, or ids outside the vocabulary.
+      ValueError: a cache of another model or without the policy it needs, or ids outside the
+        vocabulary.
     """
     tokens = jnp.asarray(tokens, jnp.int32)
     full = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
     lengths = full if lengths is None else jnp.asarray(lengths, jnp.int32)
     check_cache(model, cache)
     check_ids(model, tokens)
-    return _log_likelihood(model, cache, logits, tokens, lengths)
+    if policy is not None and not policy.remembers:
+        policy, params = None, None
+    return _log_likelihood(model, cache, logits, tokens, lengths, policy, params)
 
 
-@jax.jit
+@partial(jax.jit, static_argnames="policy")
 def _log_likelihood(
     model: Decoder,
     cache: Cache,
     logits: Float[Array, "B V"],
     tokens: Int[Array, "B T"],
     lengths: Int[Array, " B"],
+    policy: Policy | None,
+    params: Any,
 ) -> Float32[Array, "B T"]:
+    remembered = remembering.memory_of(cache, policy, params, model.config)
     place = prompt_positions(tokens, lengths)
     positions = jnp.where(place >= 0, cache.next_position[:, None] + place, -1)
     rotation = model.rotation(positions)
 
     def body(x: Array, inputs: Any) -> tuple[Array, None]:
-        layer, window, view = inputs
-        return attend(layer, x, rotation, positions, window, frozenset(), (cache, view))[0], None
+        layer, window, view, *remembered = inputs
+        cached, read = (cache, view), remembering.reader(policy, *remembered)
+        return attend(layer, x, rotation, positions, window, frozenset(), cached, read)[0], None
 
-    inputs = (model.layers, jnp.asarray(model.windows), cache.views)
+    inputs = (model.layers, jnp.asarray(model.windows), cache.views, *remembered)
     x, _ = lax.scan(body, model.embed(tokens), inputs)
     first = _chosen(logits, tokens[:, 0])[:, None]
     found = jnp.concatenate([first, _following(model, x, tokens)], axis=1)

@@ -12,10 +12,12 @@ import jax
 from kvjax.inference import observe
 from kvjax.learned import modules
 from kvjax.learned.indexer import IndexerConfig
+from kvjax.learned.memory import MemoryConfig
 from kvjax.learned.retention import GateConfig, per_layer
 from kvjax.models.decoder import Decoder
 from kvjax.policies.base import Policy, Scorer
 from kvjax.policies.indexmem import IndexMem
+from kvjax.policies.latent_memory import LatentMemory
 from kvjax.policies.qfilters import QFilters, calibrate
 from kvjax.policies.reconstruction import output_factor
 from kvjax.policies.registry import options
@@ -30,20 +32,21 @@ type Calibration = Sequence[int] | Callable[[], Sequence[int]] | None
 def policy_params(model: Decoder, policy: Policy | str, calibration: Calibration = None) -> Any:
     """`params` for every function that takes them; None for policies that have none.
 
-    Learned policies read their module: the directory of their option `path`, else the one that
-    ships for this backbone. ReST-KV factors the output projections, which saves doing it in every
-    call. Q-Filters needs `calibration`, the tokens of some text (or a function that makes them).
-    Costs a moment: do it once per model and policy.
+    Under a remainder that remembers they are {"scorer": the scorer's, "memory": the remainder's},
+    else the scorer's alone. Learned policies read their module: the directory of their option
+    `path` (a memory: `memory_path`), else the one that ships for this backbone. ReST-KV factors
+    the output projections, which saves doing it in every call. Q-Filters needs `calibration`, the
+    tokens of some text (or a function that makes them). Costs a moment: do it once per model and
+    policy.
 
     Raises:
       FileNotFoundError: a learned policy without weights for this backbone.
       ValueError: a module of another backbone, or no calibration where it is needed.
     """
     policy = named_policy(policy) if isinstance(policy, str) else policy
-    for scorer, arrays in _ARRAYS.items():
-        if isinstance(policy.scorer, scorer):
-            return arrays(model, policy, calibration)
-    return None
+    found = [arrays for scorer, arrays in _ARRAYS.items() if isinstance(policy.scorer, scorer)]
+    own = found[0](model, policy, calibration) if found else None
+    return {"scorer": own, "memory": _memory(model, policy)} if policy.remembers else own
 
 
 def load_policy(path: str | Path, model: Decoder) -> tuple[Policy, Any]:
@@ -54,6 +57,9 @@ def load_policy(path: str | Path, model: Decoder) -> tuple[Policy, Any]:
       ValueError: a module of another backbone, or a damaged one.
     """
     card = modules.read_card(path)
+    if card.kind == "memory":
+        policy = named_policy(card.module, memory_path=str(path))
+        return policy, policy_params(model, policy)
     trained = {name: card.options[name] for name in options(card.module) if name in card.options}
     policy = named_policy(card.module, path=str(path), **trained)
     return policy, policy_params(model, policy)
@@ -103,6 +109,20 @@ def _restkv(model: Decoder, policy: Policy, calibration: Calibration) -> dict[st
     heads, granularity = model.config.num_kv_heads, scorer.granularity
     factors = jax.vmap(lambda w: output_factor(w, heads, granularity))
     return {"output_factor": jax.jit(factors)(model.layers.output_projection)}
+
+
+def _memory(model: Decoder, policy: Policy) -> dict[str, Any]:
+    """A memory ships under its policy's name; one without "+memory" in it gets that behind."""
+    remainder, name = policy.remainder, f"{policy.name.removesuffix('+memory')}+memory"
+    if not isinstance(remainder, LatentMemory):
+        raise ValueError(f"policy {policy.name!r}: its remainder has no trained module")
+    card, arrays = _module(model, name, remainder.path, "memory")
+    if (trained := MemoryConfig(**card.options)) != remainder.config:
+        raise ValueError(
+            f"policy {policy.name!r} has {remainder.config}, its memory was trained with "
+            f"{trained}: give that, or memory_path"
+        )
+    return arrays
 
 
 _ARRAYS: Mapping[type[Scorer], Callable[[Decoder, Policy, Calibration], Any]] = {

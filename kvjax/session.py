@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax import decoding, inference, sizing
+from kvjax import assembly, inference, sizing
 from kvjax.budget import Budget
 from kvjax.cache import Cache, nbytes
 from kvjax.cache.entries import first_range, kept_mask
@@ -375,7 +375,7 @@ class Session:
         pages, size = None, self._settings.pages
         if size is not None:
             pages = sizing.default_pages(model, policy, entries, self.context, room, capacity, size)
-        return decoding.empty_cache(model, 1, capacity, policy, pages)
+        return assembly.empty_cache(model, 1, capacity, policy, pages)
 
 
 def _for_turns(policy: Policy, entries: int, room: int, pinned: int) -> Policy:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import decoding
+from kvjax import assembly, decoding
 from tests import tiny
 from tests.tiny import CAPACITY, LENGTHS, PROMPT, QUARTER
 
@@ -165,7 +165,7 @@ def test_memory_of_a_chunked_prefill_is_budget_and_chunk_for_any_prompt():
 def test_a_donated_cache_is_updated_in_place(name):
     policy = None if name is None else tiny.policy(name, decode_interval=4)
     model = kvjax.Decoder.random(narrow(), jax.random.key(0))
-    cache = decoding.empty_cache(model, 2, 512, policy)
+    cache = assembly.empty_cache(model, 2, 512, policy)
 
     def step(model, cache, tokens, lengths, budget):
         return decoding.extend(model, cache, tokens, lengths, budget=budget, policy=policy)

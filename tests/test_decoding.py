@@ -36,10 +36,12 @@ def prefilled(name: str, budget=QUARTER, tokens=None, lengths=LENGTHS):
     return tiny.prefill(ids, lengths, budget, once(name))
 
 
-def answered(cache):
-    """Logits behind the question, and six greedy tokens."""
-    logits, cache = kvjax.extend(tiny.model(), cache, jnp.asarray(QUESTION), jnp.asarray(ASKED))
-    return logits, kvjax.generate(tiny.model(), cache, logits, max_new_tokens=NEW)
+def answered(cache, name="full"):
+    """Logits behind the question, and six greedy tokens; `name` where its memory is read."""
+    own = {"policy": once(name), "params": tiny.params(name)}
+    question = (jnp.asarray(QUESTION), jnp.asarray(ASKED))
+    logits, cache = kvjax.extend(tiny.model(), cache, *question, **own)
+    return logits, kvjax.generate(tiny.model(), cache, logits, max_new_tokens=NEW, **own)
 
 
 def sequences(generated: np.ndarray) -> np.ndarray:
@@ -122,7 +124,7 @@ def test_a_budget_of_the_whole_prompt_is_the_full_cache(name):
     np.testing.assert_array_equal(cache.positions, whole.positions)
     np.testing.assert_array_equal(cache.lengths, whole.lengths)
     tiny.check_entries(cache, whole, 1e-5)
-    behind, out = answered(cache)
+    behind, out = answered(cache, name)
     wanted_behind, wanted = answered(whole)
     np.testing.assert_array_equal(out.tokens, wanted.tokens)
     np.testing.assert_allclose(behind, wanted_behind, atol=1e-5)

@@ -30,7 +30,9 @@ NAMES = [
     name
     for name in kvjax.policy_names()
     # These need calibrated filters, a replay, trained modules.
-    if name not in ("qfilters", "kvzip") and not name.startswith(("retention-", "indexmem"))
+    if name not in ("qfilters", "kvzip")
+    and not name.startswith(("retention-", "indexmem"))
+    and not name.endswith("+memory")
 ]
 
 

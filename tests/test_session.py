@@ -16,6 +16,7 @@ from kvjax.eviction import QUERY_POSITIONS
 from kvjax.models.decoder import Decoder
 from kvjax.session import Session
 from kvjax.turns import TurnTemplate
+from tests import tiny
 from tests.models.small import BASE, TEMPLATE, small_tokenizer
 
 TOKENIZER = small_tokenizer()
@@ -355,3 +356,27 @@ def test_the_default_model_remembers_an_evicted_turn(default_model):
     assert "7421" in talk.send("What is the secret code?", max_new_tokens=24)
     assert talk.tokens_seen > talk.budget
     assert np.asarray(talk.cache.lengths).max() <= talk.budget
+
+
+# A memory of what was evicted
+
+
+def test_a_session_reads_what_it_forgot(tmp_path):
+    policy = kvjax.policy("snapkv", window=8, remainder="memory")
+    given = {"scorer": None, "memory": tiny.memory(layers=2)}
+    talk = session(policy, params=given)
+    start = talk.nbytes
+    for text in ("x" * 150, "short"):
+        talk.send(text, **SHORT)
+    assert talk.nbytes == start and talk.slots == talk.budget
+    memory = talk.cache.policy_state.memory
+    assert np.asarray(memory["memory.values"]).any()
+
+    path = talk.save(tmp_path / "talk")
+    again = Session.load(path, model(), TOKENIZER, policy, params=given)
+    assert again.send("and then?", **SHORT) == talk.fork().send("and then?", **SHORT)
+    with pytest.raises(ValueError, match="learned arrays"):
+        Session.load(path, model(), TOKENIZER, policy, params=given | {"memory": {}})
+    with pytest.raises(ValueError, match="the memory holds evicted tokens"):
+        talk.rollback(talk.turns[0].start, allow_missing=True)
+    assert len(talk.turns) == 2

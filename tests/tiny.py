@@ -15,6 +15,7 @@ import numpy as np
 
 import kvjax
 from kvjax.learned.indexer import IndexerConfig, init_indexer
+from kvjax.learned.memory import MemoryConfig, init_memory
 from kvjax.learned.retention import GateConfig, init_gates, per_layer
 from kvjax.policies.qfilters import calibrate
 from tests import oracle
@@ -48,6 +49,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "restkv": {"window": 4},
     "rkv": {"window": 4, "decode_interval": 4},
     "snapkv": {"window": 4},
+    "snapkv+memory": {"window": 4},
     "keydiff-block": {"chunk": 16, "decode_interval": 4},
 }
 NOT_HERE = {"kvzip": "replays the context through a tokenizer before it can compress"}
@@ -82,6 +84,8 @@ def tokens(seed: int = 0, rows: int = 3, length: int = PROMPT) -> np.ndarray:
 
 def params(name: str, dtype: str = "float32") -> Any:
     """What a policy has learned of the tiny model; None for most."""
+    if name.endswith("+memory"):
+        return {"scorer": params(name.removesuffix("+memory"), dtype), "memory": memory()}
     if name.startswith("retention"):
         return retention_gates()
     if name.startswith("indexmem"):
@@ -104,6 +108,20 @@ def retention_gates(layers: int = 3) -> dict[str, jax.Array]:
     )
     lively = {name: 40 * value if name.startswith("w") else value for name, value in gates.items()}
     return per_layer(GateConfig(width=16), lively, layers)
+
+
+def memory(config: MemoryConfig = MemoryConfig(), layers: int = 3) -> dict[str, jax.Array]:
+    """A memory with random weights and gates that are anywhere between closed and open."""
+    arrays = init_memory(
+        config,
+        jax.random.key(5),
+        num_layers=layers,
+        num_heads=CONFIG.num_heads,
+        num_kv_heads=CONFIG.num_kv_heads,
+        head_dim=CONFIG.head_dim,
+    )
+    drawn = jax.random.normal(jax.random.key(6), arrays["gate_w2"].shape)
+    return arrays | {"gate_w2": drawn, "gate_b2": jnp.zeros_like(arrays["gate_b2"])}
 
 
 def indexer(layers: int = 3) -> dict[str, jax.Array]:

@@ -37,15 +37,10 @@ def of_union(
                 "modalities for a cache that carries none: prefill with modalities (zeros for text)"
             )
         return state
-    alone = dataclasses.replace(cache, policy_state=without_policy(cache.policy_state))
+    alone = dataclasses.replace(cache, policy_state=cache.policy_state.without_policy())
     held = slot_state(alone)[MODALITY]
     if modalities is None:
         modalities = jnp.zeros((cache.batch, length), jnp.int8)
     new = jnp.broadcast_to(modalities[None, :, None].astype(jnp.int8), (*held.shape[:3], length))
     union = jnp.concatenate([held, new], axis=3)
     return State(slots=state.slots | {MODALITY: union}, layer=state.layer)
-
-
-def without_policy(state: State) -> State:
-    """What stays of a state once its policy evicts no more."""
-    return State(slots={name: state.slots[name] for name in state.slots.keys() & {MODALITY}})

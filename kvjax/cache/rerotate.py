@@ -46,8 +46,14 @@ def rerotate(
     left as it is, so ages derived from positions become ages in kept tokens.
 
     Raises:
-      ValueError: new positions of another shape, out of order, or given to empty slots.
+      ValueError: new positions of another shape, out of order, or given to empty slots; a cache
+        that carries a memory of evicted entries, whose positions are not kept.
     """
+    if cache.policy_state.memory:
+        raise ValueError(
+            "rerotate: this cache carries a memory of evicted entries, which keep their old "
+            "positions; allowed are caches of policies without one"
+        )
     positions = entry_positions(cache)
     if new_positions is None:
         new_positions = _contiguous(model, cache, positions)

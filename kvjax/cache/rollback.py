@@ -6,22 +6,46 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.cache import Cache
 from kvjax.cache.entries import entry_positions, slot_state
 from kvjax.eviction import QUERIES, QUERY_POSITIONS
-from kvjax.policies.observation import State
+from kvjax.policies.observation import NEWEST, State
 
 
-@jax.jit
 def rollback(cache: Cache, to_position: Int[Array, " B"]) -> Cache:
     """The cache without its entries at `to_position` and behind; the next token goes there.
 
     Defined on positions: entries before `to_position` that were evicted in the meantime stay
     gone (`kept_mask` says which). Slot state goes with its entry and the recent queries are cut;
     sums over queries, such as accumulated attention, keep what later queries added.
+
+    Raises:
+      ValueError: a memory of evicted entries that holds some from `to_position` or behind, which
+        cannot be taken out of it.
     """
+    if NEWEST in cache.policy_state.layer:
+        _check_memory(cache.policy_state.layer[NEWEST], to_position)
+    return _rollback(cache, to_position)
+
+
+def _check_memory(newest: Int[Array, "L B"], to_position: Int[Array, " B"]) -> None:
+    if isinstance(newest, jax.core.Tracer) or isinstance(to_position, jax.core.Tracer):
+        raise ValueError("rollback of a cache that carries a memory: allowed outside jit only")
+    written, to = np.max(np.asarray(newest), axis=0), np.asarray(to_position)
+    if (late := written >= to).any():
+        row = int(np.argmax(late))
+        raise ValueError(
+            f"rollback to {to[row]}: the memory holds evicted tokens up to position "
+            f"{written[row]}, which cannot be taken out of it; allowed are positions from "
+            f"{written[row] + 1} on"
+        )
+
+
+@jax.jit
+def _rollback(cache: Cache, to_position: Int[Array, " B"]) -> Cache:
     positions = entry_positions(cache)
     keep = (positions >= 0) & (positions < to_position[None, :, None, None])
     layers, batch, heads, _ = positions.shape

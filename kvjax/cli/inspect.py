@@ -86,7 +86,8 @@ def run(arguments: argparse.Namespace) -> None:
             f"{model.config.max_length} tokens; shorten one of them"
         )
     entries = budget.resolve(len(tokens), model.config, model.dtype)
-    full, caches = _caches(model, tokenizer, tokens, policies, entries, arguments.pages)
+    params = [params_of(model, policy, tokenizer) for policy in policies]
+    full, caches = _caches(model, tokenizer, tokens, policies, params, entries, arguments.pages)
     names = [given.partition(":")[0] for given in arguments.policy]
     if len(set(names)) < len(names):  # then their options tell them apart
         names = arguments.policy
@@ -98,7 +99,10 @@ def run(arguments: argparse.Namespace) -> None:
         if full is None:
             _, full, _ = kvjax.observe(model, [tokens])
         inputs = [np.asarray(row)[None] for row in (asked, len(asked), useful)]
-        masses = [np.asarray(useful_mass(model, c, *inputs))[:, 0] for c in (full, *caches)]
+        masses = [np.asarray(useful_mass(model, full, *inputs))[:, 0]]
+        for cache, policy, given in zip(caches, policies, params, strict=True):
+            mass = useful_mass(model, cache, *inputs, policy=policy, params=given)
+            masses.append(np.asarray(mass)[:, 0])
         dilution = Dilution(question=arguments.question, useful=useful, masses=tuple(masses))
     page = render_page(
         texts,
@@ -127,6 +131,7 @@ def _caches(
     tokenizer: Tokenizer,
     tokens: list[int],
     policies: list[Policy],
+    params: list[Any],
     entries: int,
     pages: int | None,
 ) -> tuple[PaddedCache | None, list[Cache]]:
@@ -141,12 +146,12 @@ def _caches(
         if any("replay" in policy.needs for policy in whole):
             observed = replay(model, full, observed, [tokens], tokenizer=tokenizer)
     caches = []
-    for policy in policies:
+    for policy, given in zip(policies, params, strict=True):
         options: dict[str, Any] = {
             "policy": policy,
             "budget": entries,
             "pages": pages,
-            "params": params_of(model, policy, tokenizer),
+            "params": given,
         }
         if policy in whole and full is not None:
             cache = kvjax.compress(model, full, observed, **options)

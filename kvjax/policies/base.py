@@ -125,10 +125,7 @@ class Scorer:
         return Schedule()
 
     def for_model(self, num_heads: int, head_dim: int) -> Scorer:
-        """This scorer as the fields below ask for it, where their shapes depend on the model.
-
-        `num_heads` is 0 in a prefill unless the policy needs queries.
-        """
+        """This scorer as the fields below ask for it, where their shapes depend on the model."""
         del num_heads, head_dim
         return self
 
@@ -215,7 +212,66 @@ class Uniform(Allocator):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Remainder:
-    """What becomes of evicted entries. The base class drops them."""
+    """What becomes of evicted entries. The base class drops them.
+
+    A remainder may change the entries that stay (`apply`), or, where `remembers`, keep arrays of
+    its own for each row and layer: `write` puts evicted entries into them, and `read` changes the
+    attention of every token that is processed afterwards. The arrays live in the cache's layer
+    state, outlive a policy that evicts once, and start at their field's fill. Then the policy's
+    `params` are {"scorer": the scorer's own, "memory": the remainder's}, both stacked over layers.
+    """
+
+    remembers: ClassVar[bool] = False
+
+    def layer_fields(
+        self, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> dict[str, StateField]:
+        """Per-row state: names that begin with `observation.MEMORY`, `NEWEST` among them."""
+        del num_heads, num_kv_heads, head_dim
+        return {}
+
+    def check_params(
+        self, params: Params, *, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
+        """Raises a ValueError where `params` are not this remainder's for such a model."""
+        del params, num_layers, num_heads, num_kv_heads, head_dim
+
+    def write(
+        self,
+        params: Params,
+        memory: dict[str, Array],
+        keys: Float[Array, "B K S D"],
+        values: Float[Array, "B K S D"],
+        positions: Int[Array, "B K S"],
+        evicted: Bool[Array, "B K S"],
+        rope_frequencies: Float[Array, " D/2"],
+        *,
+        aligned: bool,
+        decays: bool,
+    ) -> dict[str, Array]:
+        """One layer's memory after a cut; `evicted` marks the entries it takes.
+
+        With `aligned` every head has the same token in a slot. `decays` is False in the second
+        step of one cut.
+        """
+        del params, keys, values, positions, evicted, rope_frequencies, aligned, decays
+        return memory
+
+    def read(
+        self,
+        params: Params,
+        memory: dict[str, Array],
+        queries: Float[Array, "B H T D"],
+        queries_pre_rope: Float[Array, "B H T D"],
+        attention: Float[Array, "B H T D"],
+        lse: Float[Array, "B H T"],
+    ) -> Float[Array, "B H T D"]:
+        """What goes into the output projection; `attention` itself from an empty memory.
+
+        `attention` is over the kept entries, `lse` the log-sum-exp of its logits.
+        """
+        del params, memory, queries, queries_pre_rope, lse
+        return attention
 
     def apply(
         self,
@@ -250,3 +306,25 @@ class Policy:
     @property
     def window(self) -> int:
         return 0 if self.scorer is None else max(self.scorer.window, self.allocator.window)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a cache under this policy carries what its remainder remembers."""
+        return self.scorer is not None and self.remainder.remembers
+
+    def split(self, params: Params) -> tuple[Params, Params]:
+        """The scorer's part of the policy's `params`, and the remainder's.
+
+        Raises:
+          ValueError: a remainder that remembers, and params of another form.
+        """
+        if not self.remembers:
+            return params, None
+        if not isinstance(params, dict) or params.keys() != {"scorer", "memory"}:
+            given = sorted(params) if isinstance(params, dict) else params
+            raise ValueError(
+                f"policy {self.name!r} needs params {{'scorer': ..., 'memory': ...}}, given is "
+                f"{given if isinstance(given, list) else type(given).__name__}: take them from "
+                "kvjax.policy_params(model, policy)"
+            )
+        return params["scorer"], params["memory"]

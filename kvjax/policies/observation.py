@@ -8,6 +8,8 @@ import jax
 from jaxtyping import Array, Float, Int
 
 MODALITY = "modality"  # slot array of caches that were asked for it; policies never see it
+MEMORY = "memory."  # how the names of a remainder's layer arrays begin
+NEWEST = "memory.newest"  # int32: the largest position that a memory holds, -1 where it is empty
 
 
 @jax.tree_util.register_dataclass
@@ -16,12 +18,28 @@ class State:
     """A policy's own memory for one layer; stacked over layers it is `cache.policy_state`.
 
     `slots` follow their entry: they are compacted, appended and evicted exactly as the keys are.
-    `layer` arrays belong to the row as a whole. In a cache, `slots` may also hold `MODALITY`, which
-    is no policy's (`kvjax.cache.modality`).
+    `layer` arrays belong to the row as a whole; those of a remainder that remembers begin with
+    `MEMORY`. In a cache, `slots` may also hold `MODALITY`, which is no policy's
+    (`kvjax.cache.modality`).
     """
 
     slots: dict[str, Array] = dataclasses.field(default_factory=dict)  # [B, K, S, ...]
     layer: dict[str, Array] = dataclasses.field(default_factory=dict)  # [B, ...]
+
+    @property
+    def memory(self) -> dict[str, Array]:
+        """What a remainder remembers of evicted entries."""
+        return {name: a for name, a in self.layer.items() if name.startswith(MEMORY)}
+
+    @property
+    def own(self) -> dict[str, Array]:
+        """The layer arrays that are not a remainder's."""
+        return {name: a for name, a in self.layer.items() if not name.startswith(MEMORY)}
+
+    def without_policy(self) -> State:
+        """What stays once the policy evicts no more: modalities and memory."""
+        kept = {name: self.slots[name] for name in self.slots.keys() & {MODALITY}}
+        return State(slots=kept, layer=self.memory)
 
 
 @jax.tree_util.register_dataclass

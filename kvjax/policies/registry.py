@@ -49,6 +49,7 @@ def policy(
     decode_interval: int | None = None,
     allocator: Allocator | str | None = None,
     remainder: Remainder | str | None = None,
+    memory_path: str | None = None,
     **method_options: object,
 ) -> Policy:
     """The named method with its published defaults, changed by the given options.
@@ -60,7 +61,10 @@ def policy(
         while decoding.
       allocator: how the budget is split: an `Allocator`, or "uniform", "pyramid", "ada", "cake"
         or "global" with its defaults.
-      remainder: what becomes of evicted entries: a `Remainder`, or "drop", "cam" or "pivot".
+      remainder: what becomes of evicted entries: a `Remainder`, or "drop", "cam", "pivot" or
+        "memory".
+      memory_path: the directory of a trained memory; the remainder then has its settings. Default:
+        the one that ships for the policy and the backbone.
       **method_options: fields of the scorer, e.g. `window=64` for SnapKV.
 
     Raises:
@@ -96,11 +100,16 @@ def policy(
             ),
         ),
         allocator=built.allocator if allocator is None else _allocator(allocator),
-        remainder=built.remainder if remainder is None else _remainder(remainder),
+        remainder=_with_path(
+            built.remainder if remainder is None else _remainder(remainder), memory_path
+        ),
     )
 
 
-_COMMON = ("sinks", "recent", "prefill", "chunk", "decode_interval", "allocator", "remainder")
+_COMMON = (
+    "sinks", "recent", "prefill", "chunk", "decode_interval", "allocator", "remainder",
+    "memory_path",
+)  # fmt: skip
 
 
 def _allocator(value: Allocator | str) -> Allocator:
@@ -117,14 +126,27 @@ def _allocator(value: Allocator | str) -> Allocator:
 
 
 def _remainder(value: Remainder | str) -> Remainder:
-    from kvjax.policies import value_merging
+    from kvjax.policies import latent_memory, value_merging
 
     known = {
         "drop": Remainder,
         "cam": value_merging.CacheMerging,
         "pivot": value_merging.PivotMerging,
+        "memory": latent_memory.LatentMemory,
     }
     return value if isinstance(value, Remainder) else _named("remainder", value, known)()
+
+
+def _with_path(remainder: Remainder, path: str | None) -> Remainder:
+    from kvjax.policies.latent_memory import LatentMemory
+
+    if path is None:
+        return remainder
+    if not isinstance(remainder, LatentMemory):
+        raise ValueError(
+            f"memory_path={path!r}: allowed with remainder='memory' or a policy that has one"
+        )
+    return LatentMemory.trained(path)
 
 
 def _named[T](what: str, name: object, known: dict[str, T]) -> T:

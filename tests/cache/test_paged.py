@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import decoding
+from kvjax import assembly, decoding
 from kvjax.policies.allocators import Ada, Global
 from tests import oracle
 
@@ -180,7 +180,7 @@ def test_rows_of_a_paged_batch_are_the_rows_alone(model, prompts):
 
 
 def test_tokens_that_find_no_page_are_counted_and_nothing_else_is_touched(model):
-    cache = decoding.empty_cache(
+    cache = assembly.empty_cache(
         model, 1, 64, pages=kvjax.Pages(size=4, pool=CONFIG.num_layers * 2, per_head=16)
     )
     tokens = np.random.default_rng(4).integers(0, 97, (1, 6)).astype(np.int32)
@@ -195,14 +195,14 @@ def test_tokens_that_find_no_page_are_counted_and_nothing_else_is_touched(model)
 
 
 def test_room_is_what_the_pool_still_holds(model):
-    cache = decoding.empty_cache(model, 1, 64, pages=kvjax.Pages(size=4, pool=12, per_head=16))
+    cache = assembly.empty_cache(model, 1, 64, pages=kvjax.Pages(size=4, pool=12, per_head=16))
     np.testing.assert_array_equal(cache.room(), [8])
     with pytest.raises(ValueError, match="9 tokens for a cache with room for 8"):
         kvjax.extend(model, cache, np.zeros((1, 9), np.int32))
 
 
 def test_donated_pages_are_updated_in_place(model):
-    cache = decoding.empty_cache(model, 1, 64, pages=kvjax.Pages(size=16, pool=24, per_head=4))
+    cache = assembly.empty_cache(model, 1, 64, pages=kvjax.Pages(size=16, pool=24, per_head=4))
     step = jax.jit(decoding.extend, donate_argnums=1)
     ones = jnp.ones((1, 1), jnp.int32)
     compiled = step.lower(model, cache, ones, ones[0]).compile()

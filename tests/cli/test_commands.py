@@ -77,7 +77,7 @@ def test_policies_are_listed_with_their_options(run):
     finished = run("policies")
     assert finished.status == 0
     for name in kvjax.policy_names():
-        assert re.search(rf"^{name} ", finished.out, re.MULTILINE)
+        assert re.search(rf"^{re.escape(name)} ", finished.out, re.MULTILINE)
     assert "window=32" in finished.out
     assert max(map(len, finished.out.splitlines())) <= 100
 

@@ -37,7 +37,8 @@ def test_an_interval_of_zero_never_evicts_while_decoding():
     ("options", "named"),
     [
         ({"allocator": "adaptive"}, "allocator 'adaptive': allowed are uniform, pyramid, ada"),
-        ({"remainder": "keep"}, "remainder 'keep': allowed are drop, cam, pivot"),
+        ({"remainder": "keep"}, "remainder 'keep': allowed are drop, cam, pivot, memory"),
+        ({"memory_path": "x"}, "memory_path='x': allowed with remainder='memory'"),
         ({"sinks": -1}, "sinks=-1"),
         ({"widow": 3}, "no option 'widow'"),
     ],

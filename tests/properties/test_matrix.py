@@ -92,7 +92,7 @@ def prefilled(policy: kvjax.Policy, dtype: str, batch: str, seed: int = 0):
 
 def generated(policy: kvjax.Policy, dtype: str, batch: str, logits, cache):
     evicts = {}
-    if policy.schedule.decode_interval is not None:
+    if policy.schedule.decode_interval is not None or policy.remembers:
         evicts = {
             "policy": policy,
             "budget": jnp.asarray(BATCHES[batch][1]),
