@@ -128,7 +128,7 @@ class KvjaxEngine:
         Where heads get uneven shares the cache is paged, so that its bytes follow their sum.
         """
         policy = self.policies[label]
-        alone = label if policy.schedule.decode_interval is not None else None
+        alone = label if _goes_on(policy) else None
         if type(policy.allocator) is Uniform:
             capacity = sizing.default_capacity(self.model, policy, budget, bucket, room)
             return Layout(capacity=capacity, alone=alone)
@@ -205,13 +205,12 @@ class KvjaxEngine:
             )
         if "replay" in policy.needs:
             seconds += prefilled.replay_seconds
-        decodes = policy.schedule.decode_interval is not None
         return Compressed(
             cache=cache,
             logits=logits,
             rows=_measured(cache, prefilled.lengths),
             seconds=seconds,
-            evicting=(policy, tuple(budgets), self.params[label]) if decodes else None,
+            evicting=(policy, tuple(budgets), self.params[label]) if _goes_on(policy) else None,
         )
 
     def answer(
@@ -368,6 +367,7 @@ def _measured(cache: Any, lengths: Sequence[int]) -> tuple[Row, ...]:
     entries = (cache.keys, cache.values, cache.positions)
     slots = cache.keys.size // cache.head_dim
     entry_nbytes = sum(array.nbytes for array in entries) // slots
+    memory_nbytes = kvjax.nbytes(cache.policy_state.memory) // len(lengths)
     rows = []
     for row, length in enumerate(lengths):
         at = positions[:, row].reshape(-1)
@@ -375,12 +375,17 @@ def _measured(cache: Any, lengths: Sequence[int]) -> tuple[Row, ...]:
         rows.append(
             Row(
                 nbytes=kvjax.nbytes(cache) // len(lengths),
-                alive_nbytes=int(alive[:, row].sum()) * entry_nbytes,
+                alive_nbytes=int(alive[:, row].sum()) * entry_nbytes + memory_nbytes,
                 alive=float(alive[:, row].mean()),
                 kept=np.bincount(at, minlength=length) / alive[:, row].size,
             )
         )
     return tuple(rows)
+
+
+def _goes_on(policy: Any) -> bool:
+    """Whether the policy has to do with tokens after the prefill: it evicts again, or remembers."""
+    return policy.schedule.decode_interval is not None or policy.remembers
 
 
 def _taken(cache: Any, logits: jax.Array, evicting: tuple, kept: jax.Array) -> Any:

@@ -31,7 +31,7 @@ class Row:
     """What one compressed context measures."""
 
     nbytes: int  # sum of the sizes of its arrays
-    alive_nbytes: int  # of the entries in it, without empty slots
+    alive_nbytes: int  # of the entries in it, without empty slots, and of a memory of others
     alive: float  # entries per KV head, mean over layers and heads
     kept: np.ndarray  # [prompt length] share of layers and heads that keep the token
 
@@ -44,7 +44,8 @@ class Compressed:
     logits: Any  # [B, V], of the last token of the context
     rows: tuple[Row, ...]
     seconds: float  # scoring and compaction, and the replay if the policy needs it
-    evicting: Any = None  # (policy, budgets [B], params) where it evicts while decoding too
+    # (policy, budgets [B], params) where it evicts while decoding too, or has to be read
+    evicting: Any = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

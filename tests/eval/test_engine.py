@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
 import kvjax
 from eval import config, engine, harness
+from kvjax.learned.memory import MemoryConfig
+from kvjax.learned.modules import Card, fingerprints, save_module
+from tests import tiny
 from tests.eval.fakes import WordTokenizer, small_config
 from train.retention import RetentionConfig, RetentionRecipe
 
@@ -169,6 +174,41 @@ def test_a_policy_that_evicts_while_decoding_stays_within_its_budget(loaded, run
         budget=40,
     )
     assert answers.tokens == [[np.asarray(expected.tokens)[0, : expected.lengths[0]].tolist()]]
+
+
+def test_a_policy_that_remembers_is_read_with_what_it_wrote(loaded, tmp_path):
+    model, ends = loaded[0], loaded[1].end_tokens
+    card = Card(
+        module="snapkv+memory",
+        kind="memory",
+        options=dataclasses.asdict(MemoryConfig()),
+        backbone="small",
+        fingerprints=fingerprints(model),
+    )
+    save_module(tmp_path, tiny.memory(layers=2), card)
+    options = (("memory_path", str(tmp_path)), ("window", 8))
+    policies = [config.PolicyConfig(name="snapkv+memory", options=options)]
+    runner = engine.KvjaxEngine(loaded, engine.build_policies(policies))
+    (label,) = set(runner.policies) - {"full"}
+    prompts, question = [list(range(5, 130)), list(range(200, 300))], list(range(300, 320))
+    prefilled = runner.prefill(prompts)
+    layout = runner.layout(label, 40, prefilled.bucket, runner.room(20, 32))
+    assert layout.alone == label
+    compressed = runner.compress(prefilled, label, [40, 30], layout)
+    answers = runner.answer(prefilled, [compressed], [question, question], 32)
+    policy, params = runner.policies[label], runner.params[label]
+    memory = kvjax.nbytes(compressed.cache.policy_state.memory) // 2
+    for row, (prompt, budget) in enumerate(zip(prompts, (40, 30), strict=True)):
+        _, cache = kvjax.prefill(
+            model, [prompt], policy=policy, budget=budget, capacity=layout.capacity, params=params
+        )
+        entries = 2 * 2 * budget * (2 * 8 * 4 + 4)
+        assert compressed.rows[row].alive_nbytes == entries + memory > entries
+        given = {"policy": policy, "params": params}
+        logits, cache = kvjax.extend(model, cache, [question], **given)
+        expected = kvjax.generate(model, cache, logits, max_new_tokens=32, end_tokens=ends, **given)
+        tokens = np.asarray(expected.tokens)[0, : expected.lengths[0]].tolist()
+        assert answers.tokens[0][row] == tokens
 
 
 def test_a_chunked_policy_has_a_prefill_of_its_own(loaded, run_config):
