@@ -45,3 +45,8 @@ def frozen_pass(
 
     inputs = (model.layers, jnp.asarray(model.windows), own)
     return lax.scan(body, model.embed(batch["tokens"]), inputs)
+
+
+def plain_pass(model: Decoder, batch: Batch) -> Float[Array, "B T E"]:
+    """The last residual stream of the unchanged model."""
+    return frozen_pass(model, batch, lambda layer, own: None)[0]

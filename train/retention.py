@@ -25,6 +25,7 @@ from kvjax.learned.retention import (
 )
 from kvjax.models.decoder import Decoder
 from train.objectives import token_losses
+from train.passes import plain_pass
 from train.recipe import Batch
 
 
@@ -185,24 +186,6 @@ def decayed_pass(
 
     inputs = (model.layers, jnp.asarray(model.windows), gates)
     return lax.scan(body, model.embed(batch["tokens"]), inputs)
-
-
-def plain_pass(model: Decoder, batch: Batch) -> Float[Array, "B T E"]:
-    """The last residual stream of the unchanged model."""
-    segments = batch["segments"]
-    rotation = model.rotation(jnp.maximum(batch["positions"], 0))
-
-    def body(x: Array, inputs: Any) -> tuple[Array, None]:
-        layer, window = inputs
-        new = layer.project(x, *rotation)
-        still = jnp.zeros(new.keys.shape[:3], jnp.float32)
-        out = retention_attention(
-            new.queries, new.keys, new.values, still, segments, window=_window(model, window)
-        )
-        return layer.finish(x, out), None
-
-    inputs = (model.layers, jnp.asarray(model.windows))
-    return lax.stop_gradient(lax.scan(body, model.embed(batch["tokens"]), inputs)[0])
 
 
 def capacity_loss(

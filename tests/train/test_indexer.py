@@ -25,8 +25,7 @@ from train.indexer import (
 )
 from train.loop import train
 from train.metrics import METRICS_FILE, read_lines
-from train.passes import Layer, frozen_pass
-from train.retention import plain_pass
+from train.passes import Layer, frozen_pass, plain_pass
 
 CHOICES = [
     ("logprob", "max"),

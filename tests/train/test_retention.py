@@ -14,12 +14,12 @@ from kvjax.learned import modules
 from tests import tiny
 from tests.train.tiny_run import Batches
 from train.objectives import token_losses
+from train.passes import plain_pass
 from train.retention import (
     RetentionConfig,
     RetentionRecipe,
     capacity_loss,
     decayed_pass,
-    plain_pass,
     sampled_positions,
 )
 
