@@ -136,6 +136,9 @@ class RetentionRecipe:
     def export(
         self, params: Gates, model: Decoder, directory: Path, training: Mapping[str, Any]
     ) -> None:
+        if self.config.start is not None:  # the stage before is part of where this comes from
+            before = dict(modules.read_card(self.config.start).training)
+            training = {**training, "before": before}
         card = modules.Card(
             module=self.config.name,
             kind="retention",

@@ -175,6 +175,9 @@ def test_training_goes_on_from_an_exported_module(model, tmp_path):
     config = RetentionConfig(width=8, name="retention-local", start=str(tmp_path))
     found = jax.jit(lambda key: RetentionRecipe(config, 32).init(model, key))(jax.random.key(1))
     jax.tree.map(np.testing.assert_array_equal, found, params)
+    second = RetentionRecipe(config, 32)
+    second.export(found, model, tmp_path / "second", {"model": "tiny", "steps": 2})
+    assert modules.read_card(tmp_path / "second").training["before"] == {"model": "tiny"}
     other = RetentionRecipe(dataclasses.replace(config, width=4), 32)
     with pytest.raises(ValueError, match="holds gates"):
         other.init(model, jax.random.key(0))
