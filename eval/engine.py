@@ -21,12 +21,11 @@ from eval.spread import spread
 from eval.stages import Answers, Compressed, Prefilled, Row
 from kvjax import decoding, generation, sizing
 from kvjax.cache.entries import entry_positions
-from kvjax.policies.base import Schedule, Uniform
+from kvjax.policies.base import Schedule
 from kvjax.policy_arrays import policy_params
 
 _QUESTION_STEP = 16
 _ROOM_STEP = 64  # tasks whose answers differ little in length share their compilations
-_PAGE = 16
 _BLOCK = 16  # decode steps between looks at which rows have ended
 _CALIBRATION = 1024  # tokens
 
@@ -129,13 +128,14 @@ class KvjaxEngine:
         """
         policy = self.policies[label]
         alone = label if _goes_on(policy) else None
-        if type(policy.allocator) is Uniform:
+        page = sizing.default_page_size(policy)
+        if page is None:
             capacity = sizing.default_capacity(self.model, policy, budget, bucket, room)
             return Layout(capacity=capacity, alone=alone)
         # One head may hold the whole prompt in every such policy, so that all of them can decode
         # side by side; it costs page numbers, not pages.
         capacity = bucket + room
-        sizes = (budget, bucket, room, capacity, _PAGE)
+        sizes = (budget, bucket, room, capacity, page)
         pages = sizing.default_pages(self.model, policy, *sizes)
         return Layout(capacity=capacity, pages=pages, alone=alone)
 

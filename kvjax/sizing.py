@@ -17,6 +17,8 @@ from kvjax.eviction import capacity_for
 from kvjax.models.decoder import Decoder
 from kvjax.policies.base import Policy, Uniform
 
+_PAGE = 16  # slots
+
 
 def resolve_budget(model: Decoder, budget: Any, lengths: Int[Array, " B"]) -> Int[Array, " B"]:
     """Entries per head for each row; see `Budget`."""
@@ -67,6 +69,14 @@ def default_pages(
     uniform = dataclasses.replace(policy, allocator=Uniform())
     mean = default_capacity(model, uniform, largest, length, room)
     return Pages.holding(heads * mean, heads=heads, capacity=capacity, size=size)
+
+
+def default_page_size(policy: Policy) -> int | None:
+    """A page size where heads get uneven shares, so that bytes follow their sum; else None.
+
+    A padded cache gives every head the slots of the largest.
+    """
+    return None if type(policy.allocator) is Uniform else _PAGE
 
 
 def storage(

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from kvjax.cli.options import budget_of, params_of, policy_of
+from kvjax.cli.options import PAGES, budget_of, pages_of, params_of, policy_of
 
 if TYPE_CHECKING:
     from kvjax import Policy, Sampling
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--room", type=int, metavar="N", help="entries above the budget while a turn goes on")
     add("--context", type=int, metavar="N", help="tokens to see in all; default the model's")
     add("--chunk", type=int, metavar="N", help="tokens of a long turn run at a time")
-    add("--pages", type=int, metavar="N", help="a paged cache with pages of N slots")
+    add("--pages", type=int, metavar="N", help=PAGES)
     add("--system", metavar="TEXT", help="the system prompt, never evicted")
     add("--unpinned", action="store_true", help="the system prompt may be evicted")
     add("--load", metavar="FILE", help="go on with a saved conversation")
@@ -68,8 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     if arguments.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens {arguments.max_new_tokens}: allowed are integers >= 1")
-    if arguments.pages is not None and arguments.pages < 1:
-        raise ValueError(f"--pages {arguments.pages}: allowed are integers >= 1")
     if arguments.system is not None and not arguments.system.strip():
         raise ValueError("--system: it is empty; leave it out or give any text")
 
@@ -80,6 +78,7 @@ def run(arguments: argparse.Namespace) -> None:
         temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p
     )
     policy = policy_of(arguments.policy, arguments.option)
+    pages = pages_of(arguments.pages, policy)
     budget = budget_of(arguments.budget, [policy])
     model, tokenizer = kvjax.load(arguments.model)
     if tokenizer is None:
@@ -94,7 +93,7 @@ def run(arguments: argparse.Namespace) -> None:
         chunk=arguments.chunk,
         system=arguments.system,
         pin_system=not arguments.unpinned,
-        pages=arguments.pages,
+        pages=pages,
         params=params_of(model, policy, tokenizer),
         seed=arguments.seed,
     )

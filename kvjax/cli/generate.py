@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from kvjax.cli.options import budget_of, params_of, policy_of, text_of
+from kvjax.cli.options import PAGES, budget_of, pages_of, params_of, policy_of, text_of
 
 if TYPE_CHECKING:
     from kvjax import Budget, Decoder, Generation, PaddedCache, PagedCache, Policy
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="entries per head: tokens (256), a fraction of the prompt (0.25 or 25%%), "
         "or bytes of the cache (64MiB)",
     )
-    add("--pages", type=int, metavar="N", help="a paged cache with pages of N slots (16 to 64)")
+    add("--pages", type=int, metavar="N", help=PAGES)
     add("--chunk", type=int, metavar="N", help="prefill in chunks of N tokens, evicting after each")
     add("--decode-interval", type=int, metavar="N", help="evict again after N generated tokens")
     add("--max-new-tokens", type=int, default=256, metavar="N", help="default: 256")
@@ -75,6 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
     policy = _policy(arguments)
     budget = _budget(arguments.budget, policy)
+    pages = pages_of(arguments.pages, policy)
     model, tokenizer = kvjax.load(arguments.model)
     if tokenizer is None:
         raise ValueError(f"{arguments.model}: no tokenizer beside the weights (tokenizer.json)")
@@ -90,7 +91,7 @@ def run(arguments: argparse.Namespace) -> None:
         policy=policy,
         budget=entries,
         room=len(question) + arguments.max_new_tokens,
-        pages=arguments.pages,
+        pages=pages,
         params=params,
     )
     if question:

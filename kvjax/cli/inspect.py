@@ -7,7 +7,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvjax.cli.options import budget_of, params_of, policy_of, text_of
+from kvjax.cli.options import PAGES, budget_of, pages_of, params_of, policy_of, text_of
 
 if TYPE_CHECKING:
     from kvjax import Decoder, PaddedCache, Policy
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "against evicted; needs --question",
     )
     add("--question", metavar="TEXT", help="whose attention --dilution plots, behind the prompt")
-    add("--pages", type=int, metavar="N", help="paged caches with pages of N slots")
+    add("--pages", type=int, metavar="N", help=PAGES)
     add("--output", default="inspect.html", metavar="FILE", help="default: inspect.html")
 
 
@@ -68,6 +68,7 @@ def run(arguments: argparse.Namespace) -> None:
     _check_passage(text, arguments.dilution, arguments.question)
     policies = [_policy(given) for given in arguments.policy]
     budget = budget_of(arguments.budget, policies)
+    pages = [pages_of(arguments.pages, policy) for policy in policies]
 
     import numpy as np
 
@@ -87,7 +88,7 @@ def run(arguments: argparse.Namespace) -> None:
         )
     entries = budget.resolve(len(tokens), model.config, model.dtype)
     params = [params_of(model, policy, tokenizer) for policy in policies]
-    full, caches = _caches(model, tokenizer, tokens, policies, params, entries, arguments.pages)
+    full, caches = _caches(model, tokenizer, tokens, policies, params, entries, pages)
     names = [given.partition(":")[0] for given in arguments.policy]
     if len(set(names)) < len(names):  # then their options tell them apart
         names = arguments.policy
@@ -133,7 +134,7 @@ def _caches(
     policies: list[Policy],
     params: list[Any],
     entries: int,
-    pages: int | None,
+    pages: list[int | None],
 ) -> tuple[PaddedCache | None, list[Cache]]:
     """What each policy keeps; those that evict in whole prefill share one, whose cache is first."""
     import kvjax
@@ -146,11 +147,11 @@ def _caches(
         if any("replay" in policy.needs for policy in whole):
             observed = replay(model, full, observed, [tokens], tokenizer=tokenizer)
     caches = []
-    for policy, given in zip(policies, params, strict=True):
+    for policy, given, page_size in zip(policies, params, pages, strict=True):
         options: dict[str, Any] = {
             "policy": policy,
             "budget": entries,
-            "pages": pages,
+            "pages": page_size,
             "params": given,
         }
         if policy in whole and full is not None:

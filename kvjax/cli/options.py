@@ -28,6 +28,23 @@ def policy_of(name: str, settings: Iterable[str] = (), **options: Any) -> Policy
     return kvjax.policy(name, **options)
 
 
+PAGES = (
+    "slots of a page, 16 to 64; 0 for a padded cache, in which every head has the slots of the "
+    "largest; default: 16 where heads get uneven shares, else 0"
+)
+
+
+def pages_of(given: int | None, policy: Policy) -> int | None:
+    """The page size of `--pages`, or what suits the policy; None for a padded cache."""
+    from kvjax.sizing import default_page_size
+
+    if given is None:
+        return default_page_size(policy)
+    if given < 0:
+        raise ValueError(f"--pages {given}: allowed are integers >= 0 (0 for a padded cache)")
+    return given or None
+
+
 def params_of(model: Decoder, policy: Policy, tokenizer: Tokenizer) -> Any:
     """What the policy brings along: learned arrays, and what the model's weights give once."""
     import kvjax

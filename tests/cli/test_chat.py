@@ -93,7 +93,7 @@ REFUSED = {
     "budget of zero": (("--policy", "knorm", "--budget", "0"), "0"),
     "no new tokens": (("--max-new-tokens", "0"), ">= 1"),
     "empty system prompt": (("--system", " "), "--system"),
-    "pages of zero": (("--pages", "0"), "--pages 0"),
+    "negative pages": (("--pages", "-1"), "--pages -1"),
     "missing model": (("--model", "./nowhere"), "./nowhere"),
 }
 
