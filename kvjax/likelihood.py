@@ -83,19 +83,9 @@ def _following(
     model: Decoder, x: Float[Array, "B T E"], tokens: Int[Array, "B T"]
 ) -> Float32[Array, "B T-1"]:
     """log p of tokens 1 to T - 1 from the residual stream of those before, block by block."""
-    batch, length = tokens.shape
-    count = -(-length // _BLOCK)
-    padding = count * _BLOCK - length
-
-    def split(array: Array) -> Array:
-        wide = jnp.pad(array, ((0, 0), (0, padding), *(((0, 0),) * (array.ndim - 2))))
-        return jnp.moveaxis(wide.reshape(batch, count, _BLOCK, *array.shape[2:]), 1, 0)
-
-    targets = jnp.roll(tokens, -1, axis=1)
-    blocks = lax.map(
-        lambda part: _chosen(model.logits(part[0]), part[1]), (split(x), split(targets))
-    )
-    return jnp.moveaxis(blocks, 0, 1).reshape(batch, -1)[:, : length - 1]
+    columns = (jnp.swapaxes(x[:, :-1], 0, 1), tokens[:, 1:].T)
+    found = lax.map(lambda one: _chosen(model.logits(one[0]), one[1]), columns, batch_size=_BLOCK)
+    return found.T
 
 
 def _chosen(logits: Float[Array, "*n V"], tokens: Int[Array, "*n"]) -> Float32[Array, "*n"]:

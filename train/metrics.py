@@ -79,4 +79,4 @@ def progress_line(
     return f"[{step}/{steps}] {parts} | {tokens_per_second:.0f} tok/s | {duration(left)} left"
 
 
-_SHOWN = ("loss", "kl", "ce", "capacity", "occupancy")
+_SHOWN = ("loss", "kl", "ce", "capacity", "occupancy", "overlap")
