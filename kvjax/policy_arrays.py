@@ -20,11 +20,13 @@ from kvjax.policies.indexmem import IndexMem
 from kvjax.policies.latent_memory import LatentMemory
 from kvjax.policies.qfilters import QFilters, calibrate
 from kvjax.policies.reconstruction import output_factor
-from kvjax.policies.registry import options
+from kvjax.policies.registry import options, policy_names
 from kvjax.policies.registry import policy as named_policy
 from kvjax.policies.restkv import ReSTKV
 from kvjax.policies.retention import Retention
 from kvjax.policies.snapkv import SnapKV
+
+SCORER_DIRECTORY = "scorer"  # within an exported memory: the scorer that was trained beside it
 
 type Calibration = Sequence[int] | Callable[[], Sequence[int]] | None
 
@@ -57,12 +59,19 @@ def load_policy(path: str | Path, model: Decoder) -> tuple[Policy, Any]:
       ValueError: a module of another backbone, or a damaged one.
     """
     card = modules.read_card(path)
-    if card.kind == "memory":
-        policy = named_policy(card.module, memory_path=str(path))
-        return policy, policy_params(model, policy)
-    trained = {name: card.options[name] for name in options(card.module) if name in card.options}
-    policy = named_policy(card.module, path=str(path), **trained)
+    if card.kind != "memory":
+        policy = named_policy(card.module, **_trained_options(path, card))
+    else:
+        beside = Path(path) / SCORER_DIRECTORY
+        given = _trained_options(beside, modules.read_card(beside)) if beside.exists() else {}
+        policy = named_policy(card.module, memory_path=str(path), **given)
     return policy, policy_params(model, policy)
+
+
+def _trained_options(path: str | Path, card: modules.Card) -> dict[str, Any]:
+    """The options with which the module's policy finds it, and those it was trained with."""
+    trained = {name: card.options[name] for name in options(card.module) if name in card.options}
+    return {"path": str(path), **trained}
 
 
 def _retention(model: Decoder, policy: Policy, calibration: Calibration) -> dict[str, Any]:
@@ -112,8 +121,10 @@ def _restkv(model: Decoder, policy: Policy, calibration: Calibration) -> dict[st
 
 
 def _memory(model: Decoder, policy: Policy) -> dict[str, Any]:
-    """A memory ships under its policy's name; one without "+memory" in it gets that behind."""
-    remainder, name = policy.remainder, f"{policy.name.removesuffix('+memory')}+memory"
+    """A memory ships under the name of the policy that has one: "indexmem", "snapkv+memory"."""
+    remainder, name = policy.remainder, policy.name
+    if name not in policy_names() or not named_policy(name).remembers:
+        name = {"indexmem-no-memory": "indexmem"}.get(name, f"{name}+memory")
     if not isinstance(remainder, LatentMemory):
         raise ValueError(f"policy {policy.name!r}: its remainder has no trained module")
     card, arrays = _module(model, name, remainder.path, "memory")

@@ -16,11 +16,18 @@ from kvjax.models.sharding import MESH_AXES
 from train import data
 from train.data.config import SourceConfig
 from train.indexer import IndexerTraining
+from train.indexmem import IndexMemTraining
+from train.memory import MemoryTraining
 from train.optimizer import OptimizerConfig
 from train.retention import RetentionConfig
 
-type ModuleConfig = IndexerTraining | RetentionConfig
-MODULES: dict[str, Any] = {"indexer": IndexerTraining, "retention": RetentionConfig}
+type ModuleConfig = IndexerTraining | IndexMemTraining | MemoryTraining | RetentionConfig
+MODULES: dict[str, Any] = {
+    "indexer": IndexerTraining,
+    "indexmem": IndexMemTraining,
+    "memory": MemoryTraining,
+    "retention": RetentionConfig,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,6 +132,8 @@ def _section[C](key: str, content: Any, cls: type[C]) -> C:
 
 
 def _typed(key: str, value: Any, hint: Any) -> Any:
+    if isinstance(hint, typing.TypeAliasType):
+        hint = hint.__value__
     if isinstance(hint, types.UnionType):
         if value is None:
             return None

@@ -43,7 +43,7 @@ class IndexerTraining:
     heads side by side over sqrt(H D), which has logits only.
     """
 
-    name: Literal["indexmem-no-memory"] = "indexmem-no-memory"  # of the exported module, a policy
+    name: str = "indexmem-no-memory"  # of the exported module, a policy
     heads: int | None = None  # None: H / 4
     size: int | None = None  # None: D / 8
     activation: Activation = "relu"
@@ -53,8 +53,8 @@ class IndexerTraining:
     head_reduce: Literal["max", "mean", "concat"] = "max"
 
     def __post_init__(self) -> None:
+        self.check_name()
         for name, allowed in (
-            ("name", ("indexmem-no-memory",)),
             ("teacher", ("logprob", "logit")),
             ("head_reduce", ("max", "mean", "concat")),
         ):
@@ -68,6 +68,10 @@ class IndexerTraining:
                 "head's log-sum-exp is that of all heads side by side"
             )
         self.indexer  # noqa: B018 (checks its own fields)
+
+    def check_name(self) -> None:
+        if self.name != "indexmem-no-memory":
+            raise ValueError(f"module.name={self.name!r}: allowed: indexmem-no-memory")
 
     @property
     def indexer(self) -> IndexerConfig:
@@ -101,8 +105,11 @@ class IndexerRecipe:
         }
         return {name: names.get(name, (None,) * array.ndim) for name, array in params.items()}
 
+    def fixed(self, model: Decoder) -> None:
+        """Nothing."""
+
     def loss(
-        self, params: Indexer, model: Decoder, batch: Batch, key: Array
+        self, params: Indexer, model: Decoder, batch: Batch, key: Array, fixed: None = None
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
         del key
         segments = batch["segments"]
@@ -124,7 +131,7 @@ class IndexerRecipe:
         self, params: Indexer, model: Decoder, directory: Path, training: Mapping[str, Any]
     ) -> None:
         card = modules.Card(
-            module=self.config.name,
+            module="indexmem-no-memory",
             kind="indexer",
             options=dataclasses.asdict(self.config.indexer),
             backbone=str(training.get("model", "")),

@@ -74,15 +74,15 @@ def train(
         progress(f"resumed at step {latest} of {config.steps}")
     first = int(state.step)
     metrics = Metrics(directory, first)
-    step_fn = _step(config, recipe, transform)
+    step_fn, fixed = _step(config, recipe, transform), recipe.fixed(model)
     guard = _Guard(config.explode)
     tokens_per_step = config.batch * config.length
     start, counted = time.perf_counter(), first
     with _terminated() as asked_to_stop:
         for number in range(first + 1, config.steps + 1):
             batch = next(data)
-            state, values = step_fn(state, model, devices.place_batch(batch, mesh))
-            values = {name: float(value) for name, value in values.items()}
+            state, values = step_fn(state, model, devices.place_batch(batch, mesh), fixed)
+            values = {name: np.asarray(value).tolist() for name, value in values.items()}
             if (reason := guard.check(values["loss"])) is not None:
                 where = _save_batch(directory, number, batch)
                 checkpoints.close()
@@ -136,10 +136,12 @@ def _initial(
 def _step(config: TrainConfig, recipe: Recipe, transform: optax.GradientTransformation) -> Any:
     rates = learning_rate(config.optimizer, _updates(config))
 
-    def step(state: TrainState, model: Decoder, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+    def step(
+        state: TrainState, model: Decoder, batch: Any, fixed: Any
+    ) -> tuple[TrainState, dict[str, Any]]:
         key = jax.random.fold_in(jax.random.key(config.seed + 1), state.step)
         loss = jax.value_and_grad(recipe.loss, has_aux=True)
-        (total, parts), gradients = loss(state.params, model, batch, key)
+        (total, parts), gradients = loss(state.params, model, batch, key, fixed)
         updates, optimizer_state = transform.update(gradients, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
         values = {

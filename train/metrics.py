@@ -26,17 +26,22 @@ class Metrics:
         temporary.replace(self.path)
         self._board = _board(directory / "tensorboard", first_step) if tensorboard else None
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """One line, and one scalar per value."""
+    def write(self, step: int, values: Mapping[str, float | list[float]]) -> None:
+        """One line, and one scalar per number; lists, a number per layer, are in the line only."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
         if self._board is not None:
-            for name, value in values.items():
+            for name, value in numbers(values).items():
                 self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
         if self._board is not None:
             self._board.close()
+
+
+def numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    """What is one number, not a list of one per layer."""
+    return {name: value for name, value in line.items() if not isinstance(value, list)}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -72,11 +77,11 @@ type Show = Callable[[str], None]
 
 
 def progress_line(
-    step: int, steps: int, values: Mapping[str, float], tokens_per_second: float, left: float
+    step: int, steps: int, values: Mapping[str, Any], tokens_per_second: float, left: float
 ) -> str:
     """step, loss and its parts, tokens per second, time left."""
     parts = " ".join(f"{name} {value:.4g}" for name, value in values.items() if name in _SHOWN)
     return f"[{step}/{steps}] {parts} | {tokens_per_second:.0f} tok/s | {duration(left)} left"
 
 
-_SHOWN = ("loss", "kl", "ce", "capacity", "occupancy", "overlap")
+_SHOWN = ("loss", "kl", "ce", "capacity", "occupancy", "overlap", "gap_closed", "gate")

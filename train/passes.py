@@ -18,6 +18,7 @@ class Layer(NamedTuple):
     """What a frozen layer computed."""
 
     new: Projected
+    attention: Float[Array, "B H T D"]  # of each query, before the output projection
     lse: Float[Array, "B H T"]  # log-sum-exp of each query's logits
     window: Array  # sliding window in tokens, `NO_WINDOW` for full attention
 
@@ -40,7 +41,7 @@ def frozen_pass(
         out, lse = segment_attention(
             new.queries, new.keys, new.values, segments, window=window if sliding else None
         )
-        given = visit(Layer(new, lse, window), mine)
+        given = visit(Layer(new, out, lse, window), mine)
         return lax.stop_gradient(layer.finish(x, out)), given
 
     inputs = (model.layers, jnp.asarray(model.windows), own)

@@ -24,10 +24,16 @@ class Recipe(Protocol):
     def axes(self, params: Params) -> dict[str, tuple[str | None, ...]]:
         """The logical axes of every parameter: names of `ShardingRules`, or None."""
 
+    def fixed(self, model: Decoder) -> Any:
+        """Other arrays that the loss reads and no step changes; None for none."""
+
     def loss(
-        self, params: Params, model: Decoder, batch: Batch, key: Array
-    ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-        """The loss of one batch, and its parts by name; a pure function, jitted by the loop."""
+        self, params: Params, model: Decoder, batch: Batch, key: Array, fixed: Any
+    ) -> tuple[Float[Array, ""], dict[str, Array]]:
+        """The loss of one batch, and what to report of it by name: numbers, or one per layer.
+
+        A pure function, jitted by the loop; `fixed` is what the method of that name gave.
+        """
 
     def export(
         self, params: Params, model: Decoder, directory: Path, training: Mapping[str, Any]

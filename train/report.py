@@ -11,7 +11,7 @@ from typing import Any
 from eval import plots
 from eval.records import write_atomically
 from train.loop import CONFIG_FILE
-from train.metrics import METRICS_FILE, read_lines
+from train.metrics import METRICS_FILE, numbers, read_lines
 
 REPORT_FILE = "report.html"
 _SMOOTHING = 0.05  # share of the run over which a line is averaged
@@ -37,8 +37,10 @@ def write(directory: Path) -> Path:
     return path
 
 
-def page(name: str, config: dict[str, Any], lines: list[dict[str, float]]) -> str:
+def page(name: str, config: dict[str, Any], lines: list[dict[str, Any]]) -> str:
     """One HTML page: no scripts, nothing loaded."""
+    layers = by_layer(lines)
+    lines = [numbers(line) for line in lines]
     style = resources.files("eval").joinpath("page.css").read_text(encoding="utf-8")
     last = lines[-1]
     title = html.escape(f"{config['kind']} on {config['model']}")
@@ -61,9 +63,31 @@ def page(name: str, config: dict[str, Any], lines: list[dict[str, float]]) -> st
         f"<p class=lead>{last['step']} of {config['steps']} steps of {config['batch']} x "
         f"{config['length']} tokens.</p></header>\n<section>{figures}"
         "<div class=wide><table><thead><tr><th></th><th>first</th><th>last</th></tr></thead>"
-        f"<tbody>{rows}</tbody></table></div></section>\n"
+        f"<tbody>{rows}</tbody></table></div></section>\n{layers}"
         f"<section><h2>Set-up</h2><pre>{settings}</pre></section>\n"
         "</main>\n</body>\n</html>\n"
+    )
+
+
+def by_layer(lines: list[dict[str, Any]]) -> str:
+    """What has a value per layer, averaged over the last twentieth of the run; "" for nothing."""
+    names = [name for name in lines[-1] if name not in numbers(lines[-1])]
+    if not names:
+        return ""
+    last = lines[-max(1, round(_SMOOTHING * len(lines))) :]
+    columns = [
+        [sum(layer) / len(layer) for layer in zip(*(line[name] for line in last), strict=True)]
+        for name in names
+    ]
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
+    rows = "".join(
+        f"<tr><th>{layer}</th>" + "".join(f"<td>{value:.3g}</td>" for value in values) + "</tr>"
+        for layer, values in enumerate(zip(*columns, strict=True))
+    )
+    return (
+        f"<section><h2>By layer, mean of the last {len(last)} lines</h2><div class=wide><table>"
+        f"<thead><tr><th>layer</th>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+        "</section>\n"
     )
 
 

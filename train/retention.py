@@ -105,8 +105,11 @@ class RetentionRecipe:
         }
         return {name: names.get(name, (None,) * array.ndim) for name, array in params.items()}
 
+    def fixed(self, model: Decoder) -> None:
+        """Nothing."""
+
     def loss(
-        self, params: Gates, model: Decoder, batch: Batch, key: Array
+        self, params: Gates, model: Decoder, batch: Batch, key: Array, fixed: None = None
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
         config, layers = self.config, model.config.num_layers
         tokens, segments = batch["tokens"], batch["segments"]

@@ -298,15 +298,25 @@ def combine(
 
     `lse` is the log-sum-exp of attention's scaled logits, `gate` is before its sigmoid.
     """
+    weight = share(config, lse, mass, gate)[..., None]
+    kept = attention.astype(jnp.float32)
+    if config.combine != "residual":
+        kept = (1.0 - weight) * kept
+    return (kept + weight * m).astype(attention.dtype)
+
+
+def share(
+    config: MemoryConfig,
+    lse: Float[Array, "B H T"],
+    mass: Float32[Array, "B H T"],
+    gate: Float32[Array, "B N T"],
+) -> Float32[Array, "B H T"]:
+    """What m is weighted with in `combine`: g, or w under "lse"; 0 for an empty memory."""
     logit, filled = jnp.broadcast_to(gate, mass.shape), mass > 0
     if config.combine == "lse":
         # Rows of padding attend to nothing; their log-sum-exp is -inf.
         logit = logit + jnp.log(jnp.where(filled, mass, 1.0)) - jnp.maximum(lse, -1e30)
-    share = jnp.where(filled, jax.nn.sigmoid(logit), 0.0)[..., None]
-    kept = attention.astype(jnp.float32)
-    if config.combine != "residual":
-        kept = (1.0 - share) * kept
-    return (kept + share * m).astype(attention.dtype)
+    return jnp.where(filled, jax.nn.sigmoid(logit), 0.0)
 
 
 def _key_weights(

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.learned import memory as latent
+from kvjax.learned.indexer import Activation
 from kvjax.learned.memory import MemoryConfig
 from kvjax.learned.modules import read_card
 from kvjax.policies.base import Params, Policy, Remainder, StateField
+from kvjax.policies.indexmem import indexmem_no_memory
 from kvjax.policies.observation import MEMORY, NEWEST
 from kvjax.policies.registry import register
 from kvjax.policies.retention import retention_global
@@ -128,6 +130,25 @@ def snapkv_memory(window: int = 32, kernel: int = 5) -> Policy:
         protection=scorer.protection(),
         remainder=LatentMemory(),
     )
+
+
+@register("indexmem")
+def indexmem(
+    path: str | None = None,
+    size: int | None = None,
+    activation: Activation = "relu",
+    near: int = 8,
+    stride: int = 1,
+) -> Policy:
+    """IndexMem: its learned indexer chooses, and a latent memory stands in for what is evicted.
+
+    Paper: IndexMem (arXiv 2605.25475); `indexmem-no-memory` with a `LatentMemory`. Defaults: those
+    of both.
+    """
+    policy = indexmem_no_memory(
+        path=path, size=size, activation=activation, near=near, stride=stride
+    )
+    return dataclasses.replace(policy, name="indexmem", remainder=LatentMemory())
 
 
 @register("retention-global+memory")

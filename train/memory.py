@@ -1,0 +1,287 @@
+"""Training of a latent memory: every layer learns to give back what eviction took from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+import kvjax
+from kernels_pallas.attention import NO_WINDOW, attention
+from kvjax import compression
+from kvjax.learned import memory as latent
+from kvjax.learned import modules
+from kvjax.learned.memory import Combine, Gate, MemoryConfig, Parameters, Phi
+from kvjax.models.decoder import Decoder
+from kvjax.policies.base import Policy, Remainder
+from kvjax.policies.registry import options
+from kvjax.policies.rope import rotate
+from train.passes import Layer, frozen_pass
+from train.recipe import Batch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryTraining:
+    """The regression of IndexMem (arXiv 2605.25475), layer by layer, on one document per row.
+
+    The document is cut at a random place and the policy `name` evicts from what is before the cut,
+    as in a prefill. With o the attention of the tokens behind the cut to everything, o_attn that to
+    what is left,
+
+    loss = mean over layers of |o - combine(o_attn, m)|^2 / stop_gradient |o - o_attn|^2
+
+    The paper has the plain square; its sizes differ by orders of magnitude between layers. All
+    hidden states are the full cache's. `selector_path` is the directory of the policy's trained
+    module, where it needs one; None takes the one that ships.
+    """
+
+    name: str = "snapkv+memory"  # of the exported module, a policy with a memory
+    selector_path: str | None = None
+    features: int | None = None  # `MemoryConfig.size`
+    phi: Phi = "compact"
+    combine: Combine = "residual"
+    gate: Gate = "mlp"
+    normalise: bool = True
+    least_evicted: float = 0.25  # share of the entries before the cut, drawn from between both
+    most_evicted: float = 0.95
+    first_cut: float = 0.4  # share of the document, drawn from between both
+    last_cut: float = 0.9
+
+    def __post_init__(self) -> None:
+        for low, high in (("least_evicted", "most_evicted"), ("first_cut", "last_cut")):
+            a, b = getattr(self, low), getattr(self, high)
+            if not 0 < a <= b < 1:
+                raise ValueError(
+                    f"module.{low}={a}, module.{high}={b}: allowed: 0 < low <= high < 1"
+                )
+        self.check_name()
+        self.memory  # noqa: B018 (checks its own fields)
+
+    def check_name(self) -> None:
+        known = [n for n in kvjax.policy_names() if kvjax.policy(n).remembers and n != "indexmem"]
+        if self.name not in known:
+            raise ValueError(f"module.name={self.name!r}: allowed: {', '.join(known)}")
+
+    @property
+    def memory(self) -> MemoryConfig:
+        return MemoryConfig(
+            size=self.features,
+            phi=self.phi,
+            combine=self.combine,
+            gate=self.gate,
+            normalise=self.normalise,
+        )
+
+    def selector(self) -> Policy:
+        """The policy that evicts, without a memory."""
+        given: dict[str, Any] = {}
+        if self.selector_path is not None:
+            if "path" not in options(self.name):
+                raise ValueError(
+                    f"module.selector_path={self.selector_path!r}: {self.name} needs no trained "
+                    "module"
+                )
+            given = {"path": self.selector_path}
+        return dataclasses.replace(kvjax.policy(self.name, **given), remainder=Remainder())
+
+
+class MemoryRecipe:
+    """A memory per layer under one policy; see `train.recipe.Recipe`."""
+
+    def __init__(self, config: MemoryTraining, length: int):
+        del length
+        self.config, self.selector = config, config.selector()
+
+    def init(self, model: Decoder, key: Array) -> Parameters:
+        return init_for(self.config.memory, model, key)
+
+    def axes(self, params: Parameters) -> dict[str, tuple[str | None, ...]]:
+        """Small arrays: they stand whole everywhere."""
+        return {name: (None,) * array.ndim for name, array in params.items()}
+
+    def fixed(self, model: Decoder) -> Any:
+        """The arrays of the policy that evicts."""
+        return kvjax.policy_params(model, self.selector)
+
+    def loss(
+        self, params: Parameters, model: Decoder, batch: Batch, key: Array, fixed: Any
+    ) -> tuple[Float[Array, ""], dict[str, Array]]:
+        return memory_loss(self.config, self.selector, fixed, params, model, batch, key)
+
+    def export(
+        self, params: Parameters, model: Decoder, directory: Path, training: Mapping[str, Any]
+    ) -> None:
+        save(self.config.name, self.config.memory, params, model, directory, training)
+
+
+def init_for(config: MemoryConfig, model: Decoder, key: Array) -> Parameters:
+    """A fresh memory beside every layer of the model."""
+    return latent.init_memory(
+        config,
+        key,
+        num_layers=model.config.num_layers,
+        num_heads=model.config.num_heads,
+        num_kv_heads=model.config.num_kv_heads,
+        head_dim=model.config.head_dim,
+    )
+
+
+def save(
+    name: str,
+    config: MemoryConfig,
+    params: Parameters,
+    model: Decoder,
+    directory: Path,
+    training: Mapping[str, Any],
+) -> None:
+    """Writes a memory as `kvjax.load_policy` reads it."""
+    card = modules.Card(
+        module=name,
+        kind="memory",
+        options=dataclasses.asdict(config),
+        backbone=str(training.get("model", "")),
+        fingerprints=modules.fingerprints(model),
+        training=training,
+    )
+    modules.save_module(directory, params, card)
+
+
+def memory_loss(
+    config: MemoryTraining,
+    selector: Policy,
+    selector_params: Any,
+    params: Parameters,
+    model: Decoder,
+    batch: Batch,
+    key: Array,
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """The loss, and of every layer the gap closed and the mean weight of what is read.
+
+    Gap closed is 1 - |o - combine(o_attn, m)|^2 / |o - o_attn|^2: 1 for a memory that restores the
+    full cache, 0 for one that does nothing, below 0 for one that harms.
+    """
+    at = jax.random.split(key, 3)
+    tokens, lengths = one_document(batch, at[0])
+    rows = lengths.shape
+    share = jax.random.uniform(at[1], rows, minval=config.first_cut, maxval=config.last_cut)
+    cut = jnp.maximum(jnp.int32(1), (share * lengths.astype(jnp.float32)).astype(jnp.int32))
+    evicted = jax.random.uniform(
+        at[2], rows, minval=config.least_evicted, maxval=config.most_evicted
+    )
+    budget = jnp.maximum(
+        jnp.int32(1), ((1.0 - evicted) * cut.astype(jnp.float32)).astype(jnp.int32)
+    )
+    kept = lax.stop_gradient(kept_entries(selector, selector_params, model, tokens, cut, budget))
+
+    index = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
+    there = index < lengths[:, None]
+    document = {
+        "tokens": tokens,
+        "segments": jnp.where(there, 0, -1).astype(jnp.int32),
+        "positions": jnp.where(there, index, 0),
+    }
+    positions, behind = jnp.where(there, index, -1), there & (index >= cut[:, None])
+    frequencies = jnp.asarray(model.rope_frequencies[0])
+
+    def visit(layer: Layer, own: Any) -> tuple[Array, Array, Array, Array]:
+        restored, weight, without = _restored(
+            config.memory, own[0], layer, own[1], positions, behind, frequencies
+        )
+        target = layer.attention.astype(jnp.float32)
+
+        def apart(out: Array) -> Array:
+            square = jnp.sum(jnp.square(target - out.astype(jnp.float32)), axis=(1, 3))
+            return jnp.sum(jnp.where(behind, square, 0.0))
+
+        mean = jnp.sum(jnp.where(behind, jnp.mean(weight, axis=1), 0.0))
+        mean /= jnp.sum(behind).astype(jnp.float32)
+        writes = layer.window >= NO_WINDOW
+        return apart(restored), lax.stop_gradient(apart(without)), mean, writes
+
+    _, (error, lost, weight, writes) = frozen_pass(model, document, visit, (params, kept))
+    counts = writes & (lost > 0)  # a sliding-window layer is never cut below its window
+    ratio = jnp.where(counts, error / jnp.where(counts, lost, 1.0), 0.0)
+    loss = jnp.sum(ratio) / jnp.maximum(jnp.sum(counts), 1).astype(jnp.float32)
+    gap = jnp.where(counts, 1.0 - ratio, 0.0)
+    return loss, {
+        "gap_closed": 1.0 - loss,
+        "gate": jnp.mean(weight),
+        "gap_closed_by_layer": gap,
+        "gate_by_layer": weight,
+    }
+
+
+def one_document(batch: Batch, key: Array) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
+    """The document of a random token of every row, moved to the row's front, and its length."""
+    segments = batch["segments"]
+    chances = jnp.where(segments >= 0, 0.0, -jnp.inf)
+    token = jax.random.categorical(key, chances, axis=1)
+    chosen = jnp.take_along_axis(segments, token[:, None], axis=1)
+    mine = (segments == chosen) & (segments >= 0)
+    start = jnp.argmax(mine, axis=1)
+    tokens = jax.vmap(lambda row, by: jnp.roll(row, -by))(batch["tokens"], start)
+    return tokens, jnp.sum(mine, axis=1, dtype=jnp.int32)
+
+
+def kept_entries(
+    policy: Policy,
+    params: Any,
+    model: Decoder,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    budget: Int[Array, " B"],
+) -> Bool[Array, "L B K T"]:
+    """What the policy leaves of the first `lengths` tokens at `budget` entries per head."""
+    width = tokens.shape[1]
+    _, cache, seen = compression.observe(model, tokens, lengths, policies=(policy,))
+    left = compression.compress(
+        model, cache, seen, budget, policy=policy, capacity=width, params=params
+    )
+    assert isinstance(left, type(cache))
+    found = jnp.where(left.positions >= 0, left.positions, width)  # empty slots fall off the end
+    lead = found.shape[:3]
+    flat = found.reshape(-1, found.shape[3])
+    row = jnp.arange(flat.shape[0])[:, None]
+    kept = jnp.zeros((flat.shape[0], width), bool).at[row, flat].set(True, mode="drop")
+    return kept.reshape(*lead, width)
+
+
+def _restored(
+    config: MemoryConfig,
+    params: Parameters,
+    layer: Layer,
+    kept: Bool[Array, "B K T"],
+    positions: Int[Array, "B T"],
+    behind: Bool[Array, "B T"],
+    rope_frequencies: Float[Array, " D/2"],
+) -> tuple[Float[Array, "B H T D"], Float[Array, "B H T"], Float[Array, "B H T"]]:
+    """Attention to what is left with the memory, the memory's weight, and without the memory."""
+    new = layer.new
+    spread = jnp.broadcast_to(positions[:, None], kept.shape)
+    stays = kept | behind[:, None]
+    without, lse = attention(
+        new.queries, new.keys, new.values, positions, jnp.where(stays, spread, -1), layer.window
+    )
+    without, lse = lax.stop_gradient((without, lse))
+    evicted = (spread >= 0) & ~stays & (layer.window >= NO_WINDOW)
+    batch, heads, _, size = new.keys.shape
+    empty = {
+        name: jnp.zeros((batch, *shape), jnp.float32)
+        for name, shape in config.state_shapes(new.queries.shape[1], heads, size).items()
+    }
+    pre_rope = config.coordinates == "pre_rope"
+    keys = rotate(new.keys, spread, rope_frequencies, inverse=True) if pre_rope else new.keys
+    state = latent.write(
+        config, params, empty, keys, new.values, spread, evicted, aligned=True, decays=False
+    )
+    asked = new.queries_pre_rope if pre_rope else new.queries
+    m, mass = latent.read(config, params, state, asked)
+    gate = latent.gate(params, asked)
+    weight = latent.share(config, lse, mass, gate)
+    return latent.combine(config, without, lse, m, mass, gate), weight, without
