@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvjax import eviction, remembering
+from kvjax import eviction, remembering, strides
 from kvjax.assembly import assemble
 from kvjax.cache import Cache, PaddedCache, Pages
 from kvjax.layer_steps import attend, last_logits, layer_ids, prompt_positions, window_queries
@@ -113,7 +113,7 @@ def compress(
         per_layer["queries"] = per_layer["queries"][:, :, :, -policy.window :]
         query_positions = observed.query_positions[:, -policy.window :]
 
-    def body(_: None, inputs: Any) -> tuple[None, eviction.Kept]:
+    def body(before: Any, inputs: Any) -> tuple[Any, eviction.Kept]:
         layer, window, index, layer_budget, layer_params, *cached, seen, replay_scores = inputs
         keys, values, positions = cached
         observation = Observation(
@@ -130,12 +130,14 @@ def compress(
             ),
             **seen,
         )
-        return None, eviction.cut_layer(
+        kept, before = eviction.cut_layer(
             policy, observation, layer_budget, window, capacity, layer_params,
-            model.config.num_heads, replay_scores, modalities,
+            model.config.num_heads, replay_scores, modalities, before,
         )  # fmt: skip
+        return before, kept
 
     inputs = (model.layers, jnp.asarray(model.windows), layer_ids(model), budgets, params)
     full = (cache.keys, cache.values, cache.positions, per_layer, replayed)
-    _, kept = lax.scan(body, None, (*inputs, *full))
+    before = strides.first(policy, model.config, cache.positions.shape[1:])
+    _, kept = lax.scan(body, before, (*inputs, *full))
     return assemble(model, policy, kept, budget, lengths, capacity, pages, params)

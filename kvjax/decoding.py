@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvjax import eviction, remembering
+from kvjax import eviction, remembering, strides
 from kvjax.assembly import assemble, empty_cache
 from kvjax.cache import Cache, Pages, modality
 from kvjax.layer_steps import (
@@ -57,22 +57,24 @@ def prefill(
     positions = prompt_positions(tokens, lengths)
     budgets = eviction.layer_budgets(policy, budget, lengths, model.config.num_layers)
 
-    def body(x: Array, inputs: Any) -> tuple[Array, eviction.Kept]:
-        layer, window, index, layer_budget, layer_params = inputs
+    def body(carry: Any, inputs: Any) -> tuple[Any, eviction.Kept]:
+        (x, before), (layer, window, index, layer_budget, layer_params) = carry, inputs
         rotation = model.rotation(positions)
         x, new, column = attend(layer, x, rotation, positions, window, policy.needs)
         queries = window_queries(policy.window, new, positions, policy.needs)
         observation = observation_of(
             model, layer, index, positions, lengths, policy.needs, new, queries, column
         )
-        kept = eviction.cut_layer(
+        kept, before = eviction.cut_layer(
             policy, observation, layer_budget, window, capacity, layer_params,
-            model.config.num_heads, modalities=modalities,
+            model.config.num_heads, modalities=modalities, before=before,
         )  # fmt: skip
-        return x, kept
+        return (x, before), kept
 
     inputs = (model.layers, windows, layer_ids(model), budgets, params)
-    x, kept = lax.scan(body, model.embed(tokens), inputs)
+    shape = (tokens.shape[0], model.config.num_kv_heads, tokens.shape[1])
+    start = (model.embed(tokens), strides.first(policy, model.config, shape))
+    (x, _), kept = lax.scan(body, start, inputs)
     cache = assemble(model, policy, kept, budget, lengths, capacity, pages, params)
     return last_logits(model, x, lengths), cache
 
@@ -203,8 +205,8 @@ def _extend_and_evict(
     interval: int,
     modalities: Int[Array, "B T"] | None,
 ) -> tuple[Float[Array, "B V"], Cache]:
-    assert policy.scorer is not None
-    scorer, config = policy.scorer, model.config
+    config = model.config
+    strides.check(policy, config)
     memory_params, memory = remembering.memory_of(cache, policy, params, config)
     scorer_params, _ = policy.split(params)
     windows = jnp.asarray(model.windows)
@@ -217,7 +219,8 @@ def _extend_and_evict(
     fields, _ = eviction.state_fields(policy, *heads, model.dtype)
     lead = (cache.batch, cache.num_kv_heads, tokens.shape[1])
 
-    def body(x: Array, inputs: Any) -> tuple[Array, Any]:
+    def body(carry: Any, inputs: Any) -> tuple[Any, Any]:
+        x, before = carry
         layer, window, index, layer_budget, layer_params, view, old, *remembered = inputs
         cached, read = (cache, view), remembering.reader(policy, *remembered)
         x, new, column = attend(layer, x, rotation, positions, window, policy.needs, cached, read)
@@ -231,21 +234,21 @@ def _extend_and_evict(
             cached,
         )  # fmt: skip
         observation = dataclasses.replace(observation, budget=layer_budget)
-        state = scorer.update(observation, layer_params, state)
+        state, before = strides.update(policy, observation, layer_params, state, before)
         state = eviction.with_queries(state, observation)
 
         def judge() -> eviction.Verdict:
             return eviction.judge(policy, observation, layer_budget, window, layer_params, state)
 
         verdict = lax.cond(jnp.any(full), judge, lambda: eviction.no_verdict(observation.positions))
-        return x, (new.keys, new.values, state, observation.valid, verdict)
+        return (x, before), (new.keys, new.values, state, observation.valid, verdict)
 
     inputs = (model.layers, windows, layer_ids(model), budgets, scorer_params)
     # Only a cut changes the memory: the scan reads it and does not write it again.
     cached = (cache.views, cache.policy_state.own, memory_params, memory)
-    x, (keys, values, state, valid, verdict) = lax.scan(
-        body, model.embed(tokens), (*inputs, *cached)
-    )
+    shape = (*lead[:2], cache.capacity + lead[2])
+    start = (model.embed(tokens), strides.first(policy, config, shape))
+    (x, _), (keys, values, state, valid, verdict) = lax.scan(body, start, (*inputs, *cached))
     state = State(slots=state.slots, layer=state.layer | memory)
     state = modality.of_union(state, cache, modalities, tokens.shape[1])
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kernels_pallas.attention import NO_WINDOW
 from kernels_pallas.gather_compact import gather_slots
 from kernels_pallas.select import keep_mask, kept_indices
-from kvjax import remembering
+from kvjax import remembering, strides
 from kvjax.cache import Cache, modality
 from kvjax.policies.base import Policy, StateField
 from kvjax.policies.observation import Observation, State
@@ -189,11 +189,13 @@ def cut_layer(
     num_heads: int,
     replay_scores: Float[Array, "B K S"] | None = None,
     modalities: Int[Array, "B S"] | None = None,
-) -> Kept:
+    before: State | None = None,
+) -> tuple[Kept, State | None]:
     """One layer of the prompt cut to a mean of `budget` entries per head, at most `capacity`.
 
     Where the allocator crosses layers, each head keeps its best `capacity` entries as candidates.
-    `modalities` of the tokens go along with the kept entries and into no score.
+    `modalities` of the tokens go along with the kept entries and into no score. `before` is what
+    the layer before has returned beside its entries (`kvjax.strides`).
     """
     valid, state, verdict = observation.valid, State(), None
     keys, values = observation.keys, observation.values
@@ -205,7 +207,7 @@ def cut_layer(
         state = with_queries(_first_state(policy, observation, num_heads), observation)
         if replay_scores is not None:
             state = State(slots=state.slots | {REPLAY: replay_scores}, layer=state.layer)
-        state = policy.scorer.update(observation, params, state)
+        state, before = strides.update(policy, observation, params, state, before)
         verdict = judge(policy, observation, budget, window, params, state)
         if policy.allocator.crosses_layers:
             heads = jnp.full(valid.shape[:2], capacity, jnp.int32)
@@ -235,7 +237,7 @@ def cut_layer(
             scores=gather_slots(verdict.scores, indices),
             rank=gather_slots(verdict.rank, indices),
         )
-    return Kept(
+    kept = Kept(
         keys=gather_slots(keys, indices),
         values=gather_slots(values, indices),
         positions=gather_slots(observation.positions, indices, fill=-1),
@@ -243,6 +245,7 @@ def cut_layer(
         state=state,
         verdict=verdict if policy.allocator.crosses_layers else None,
     )
+    return kept, before
 
 
 def cut_candidates(

@@ -113,6 +113,7 @@ class Scorer:
 
     needs: ClassVar[frozenset[str]] = frozenset()
     window: int = 0  # how many of the last queries the scorer wants to see
+    stride: int = 1  # `update` runs in every such layer; those between take its state over
 
     def protection(self) -> Protection:
         """The method's own protection; sinks are on unless the paper says otherwise."""

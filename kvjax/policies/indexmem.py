@@ -40,8 +40,8 @@ class IndexMem(Scorer):
     Paper: IndexMem (arXiv 2605.25475). Defaults: 4 sinks, uniform budgets, rescoring every 128
     generated tokens, the indexer's size and `near` as it was trained: `kvjax.load_policy` sets
     them. Deviation: pairs nearer than `near` do not count, and the newest `near` tokens, which no
-    query has judged yet, are protected; near=0 is the paper's. Its option to score every fourth
-    layer only is not here: layers are scored one by one, and hand nothing on to the next.
+    query has judged yet, are protected; near=0 is the paper's. With `stride` 4 every fourth layer
+    scores and the three behind it use its scores, as in the paper's efficiency variant.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"hidden", "queries_pre_rope"})
@@ -50,9 +50,12 @@ class IndexMem(Scorer):
     size: int | None = None
     activation: Activation = "relu"
     near: int = 8
+    stride: int = 1
 
     def __post_init__(self) -> None:
         self.indexer  # noqa: B018 (checks its own fields)
+        if self.stride < 1:
+            raise ValueError(f"stride={self.stride}: allowed are integers >= 1")
 
     @property
     def indexer(self) -> IndexerConfig:
@@ -151,14 +154,16 @@ def indexmem_no_memory(
     size: int | None = None,
     activation: Activation = "relu",
     near: int = 8,
+    stride: int = 1,
 ) -> Policy:
     """IndexMem's learned indexer without its latent memory: what is evicted is gone.
 
     Paper: IndexMem (arXiv 2605.25475); the score is `IndexMem`'s. The indexer is that in the
     directory `path`, else the one that ships for the backbone (none does yet). `size`,
-    `activation` and `near` are those it was trained with.
+    `activation` and `near` are those it was trained with; with `stride` n every n-th layer scores
+    for those behind it.
     """
-    scorer = IndexMem(path=path, size=size, activation=activation, near=near)
+    scorer = IndexMem(path=path, size=size, activation=activation, near=near, stride=stride)
     return Policy(
         name="indexmem-no-memory",
         scorer=scorer,
