@@ -62,6 +62,24 @@ def _log_likelihood(
     policy: Policy | None,
     params: Any,
 ) -> Float32[Array, "B T"]:
+    x = residual_stream(model, cache, tokens, lengths, policy, params)
+    first = _chosen(logits, tokens[:, 0])[:, None]
+    found = jnp.concatenate([first, _following(model, x, tokens)], axis=1)
+    return jnp.where(prompt_positions(tokens, lengths) >= 0, found, 0.0)
+
+
+def residual_stream(
+    model: Decoder,
+    cache: Cache,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    policy: Policy | None = None,
+    params: Any = None,
+) -> Float[Array, "B T E"]:
+    """The last residual stream of a continuation, whose tokens are not put into the cache.
+
+    Pure, and differentiable with respect to the cache's keys and values.
+    """
     remembered = remembering.memory_of(cache, policy, params, model.config)
     place = prompt_positions(tokens, lengths)
     positions = jnp.where(place >= 0, cache.next_position[:, None] + place, -1)
@@ -73,10 +91,7 @@ def _log_likelihood(
         return attend(layer, x, rotation, positions, window, frozenset(), cached, read)[0], None
 
     inputs = (model.layers, jnp.asarray(model.windows), cache.views, *remembered)
-    x, _ = lax.scan(body, model.embed(tokens), inputs)
-    first = _chosen(logits, tokens[:, 0])[:, None]
-    found = jnp.concatenate([first, _following(model, x, tokens)], axis=1)
-    return jnp.where(place >= 0, found, 0.0)
+    return lax.scan(body, model.embed(tokens), inputs)[0]
 
 
 def _following(

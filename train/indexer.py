@@ -41,6 +41,11 @@ class IndexerTraining:
     log-sum-exp first: what is pooled is then the largest share of attention that a key ever gets,
     and heads with large logits do not outvote the others. "concat" is one dot product of all
     heads side by side over sqrt(H D), which has logits only.
+
+    In the paper both pool over all queries. With `foresee` every document is cut at a random place,
+    as a prompt is cut off from the question that is still to come: T pools over the queries behind
+    the cut, A over those before it, and only tokens before it count. The indexer then has to tell
+    from a prompt's own queries what later ones will attend to, which is what it is used for.
     """
 
     name: str = "indexmem-no-memory"  # of the exported module, a policy
@@ -51,6 +56,9 @@ class IndexerTraining:
     sinks: int = 4  # first tokens of a document, left out as the policy protects them
     teacher: Literal["logprob", "logit"] = "logprob"
     head_reduce: Literal["max", "mean", "concat"] = "max"
+    foresee: bool = False
+    first_cut: float = 0.4  # share of the document, drawn from between both; with foresee
+    last_cut: float = 0.9
 
     def __post_init__(self) -> None:
         self.check_name()
@@ -60,6 +68,11 @@ class IndexerTraining:
         ):
             if (given := getattr(self, name)) not in allowed:
                 raise ValueError(f"module.{name}={given!r}: allowed: {', '.join(allowed)}")
+        if not 0 < self.first_cut <= self.last_cut < 1:
+            raise ValueError(
+                f"module.first_cut={self.first_cut}, module.last_cut={self.last_cut}: allowed: "
+                "0 < first <= last < 1"
+            )
         if self.sinks < 0:
             raise ValueError(f"module.sinks={self.sinks}: allowed: integers >= 0")
         if self.head_reduce == "concat" and self.teacher == "logprob":
@@ -111,15 +124,20 @@ class IndexerRecipe:
     def loss(
         self, params: Indexer, model: Decoder, batch: Batch, key: Array, fixed: None = None
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-        del key
         segments = batch["segments"]
+        before = later = segments  # whose queries ask
+        if self.config.foresee:
+            behind = behind_a_cut(self.config, batch, key)
+            before, later = jnp.where(behind, -1, segments), jnp.where(behind, segments, -1)
 
         def visit(layer: Layer, own: Indexer) -> tuple[Array, Array, Array]:
-            teacher = lax.stop_gradient(teacher_importance(self.config, layer, segments))
-            student = student_importance(self.config, own, layer, segments)
+            teacher = teacher_importance(self.config, layer, segments, later)
+            teacher = lax.stop_gradient(teacher)
+            student = student_importance(self.config, own, layer, segments, before)
             # Sliding-window layers are never cut below their window: nothing to learn there.
             full = layer.window == NO_WINDOW
-            counted = (batch["positions"] >= self.config.sinks) & (teacher > -jnp.inf) & full
+            counted = (batch["positions"] >= self.config.sinks) & (before >= 0) & full
+            counted &= (teacher > -jnp.inf) & (student > -jnp.inf)
             return compare(teacher, student, segments, counted)
 
         _, (divergence, overlap, documents) = frozen_pass(model, batch, visit, params)
@@ -141,10 +159,32 @@ class IndexerRecipe:
         modules.save_module(directory, params, card)
 
 
+def behind_a_cut(config: IndexerTraining, batch: Batch, key: Array) -> Bool[Array, "B T"]:
+    """Which tokens lie behind a cut of their document, drawn for each."""
+    segments = batch["segments"]
+    rows, length = segments.shape
+    of = jnp.where(segments >= 0, segments, length)
+    share = jax.random.uniform(
+        key, (rows, length + 1), minval=config.first_cut, maxval=config.last_cut
+    )
+
+    def one_row(of: Array, share: Array, positions: Array) -> Array:
+        tokens = jax.ops.segment_sum(jnp.ones(length, jnp.float32), of, num_segments=length + 1)
+        return positions.astype(jnp.float32) >= (share * tokens)[of]
+
+    return jax.vmap(one_row)(of, share, batch["positions"])
+
+
 def teacher_importance(
-    config: IndexerTraining, layer: Layer, segments: Int[Array, "B T"]
+    config: IndexerTraining,
+    layer: Layer,
+    segments: Int[Array, "B T"],
+    asking: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T"]:
-    """The frozen model's logits, pooled over heads and then over the queries that see a key."""
+    """The frozen model's logits, pooled over heads and then over the queries that see a key.
+
+    `asking` are the queries' segments, -1 for those that are left out.
+    """
     new = layer.new
     heads, size = new.queries.shape[1], new.queries.shape[3]
     places = _places(segments)
@@ -156,7 +196,7 @@ def teacher_importance(
         places,
         weights=mean if config.head_reduce == "mean" else None,
         offsets=layer.lse if config.teacher == "logprob" else None,
-        query_segments=segments,
+        query_segments=segments if asking is None else asking,
         key_segments=segments,
         scale=(heads * size if config.head_reduce == "concat" else size) ** -0.5,
         reduce="max" if config.head_reduce == "max" else "sum",
@@ -166,9 +206,13 @@ def teacher_importance(
 
 
 def student_importance(
-    config: IndexerTraining, indexer: Indexer, layer: Layer, segments: Int[Array, "B T"]
+    config: IndexerTraining,
+    indexer: Indexer,
+    layer: Layer,
+    segments: Int[Array, "B T"],
+    asking: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T"]:
-    """The indexer's scores, pooled over the same pairs."""
+    """The indexer's scores, pooled over the queries that see a key; arguments as above."""
     hidden, places = layer.new.hidden, _places(segments)
     return importance(
         index_queries(indexer, layer.new.queries_pre_rope),
@@ -178,7 +222,7 @@ def student_importance(
         places,
         activation=config.activation,
         near=config.near,
-        query_segments=segments,
+        query_segments=segments if asking is None else asking,
         key_segments=segments,
     )
 

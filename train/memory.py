@@ -22,6 +22,7 @@ from kvjax.models.decoder import Decoder
 from kvjax.policies.base import Policy, Remainder
 from kvjax.policies.registry import options
 from kvjax.policies.rope import rotate
+from train.documents import one_document
 from train.passes import Layer, frozen_pass
 from train.recipe import Batch
 
@@ -167,7 +168,8 @@ def memory_loss(
     full cache, 0 for one that does nothing, below 0 for one that harms.
     """
     at = jax.random.split(key, 3)
-    tokens, lengths = one_document(batch, at[0])
+    found, lengths = one_document(batch, at[0])
+    tokens = found["tokens"]
     rows = lengths.shape
     share = jax.random.uniform(at[1], rows, minval=config.first_cut, maxval=config.last_cut)
     cut = jnp.maximum(jnp.int32(1), (share * lengths.astype(jnp.float32)).astype(jnp.int32))
@@ -215,18 +217,6 @@ def memory_loss(
         "gap_closed_by_layer": gap,
         "gate_by_layer": weight,
     }
-
-
-def one_document(batch: Batch, key: Array) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
-    """The document of a random token of every row, moved to the row's front, and its length."""
-    segments = batch["segments"]
-    chances = jnp.where(segments >= 0, 0.0, -jnp.inf)
-    token = jax.random.categorical(key, chances, axis=1)
-    chosen = jnp.take_along_axis(segments, token[:, None], axis=1)
-    mine = (segments == chosen) & (segments >= 0)
-    start = jnp.argmax(mine, axis=1)
-    tokens = jax.vmap(lambda row, by: jnp.roll(row, -by))(batch["tokens"], start)
-    return tokens, jnp.sum(mine, axis=1, dtype=jnp.int32)
 
 
 def kept_entries(

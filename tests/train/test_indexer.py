@@ -19,6 +19,7 @@ from tests.train.tiny_run import Batches
 from train.indexer import (
     IndexerRecipe,
     IndexerTraining,
+    behind_a_cut,
     compare,
     student_importance,
     teacher_importance,
@@ -94,6 +95,47 @@ def test_the_teacher_is_the_pooled_logit_of_the_frozen_model(
         wanted[b, t] = max(wanted[b, t], score)
     found = teacher_importance(config, layer, batch["segments"])
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_with_foresight_later_queries_teach_what_earlier_ones_have_to_tell(model, batch, layers):
+    config = IndexerTraining(near=2, sinks=1, foresee=True, size=8, heads=2)
+    behind = np.asarray(behind_a_cut(config, batch, jax.random.key(3)))
+    segments, places = np.asarray(batch["segments"]), np.asarray(batch["positions"])
+    for row, document, length in [(0, 0, 20), (0, 1, 9), (1, 0, 20), (1, 1, 9)]:
+        cut = np.flatnonzero(behind[row] & (segments[row] == document))
+        assert 0.4 * length <= places[row, cut[0]] <= 0.9 * length + 1
+        np.testing.assert_array_equal(np.diff(cut), 1)  # from the cut to the document's end
+        assert places[row, cut[-1]] == length - 1
+    later, earlier = np.where(behind, segments, -1), np.where(behind, -1, segments)
+    layer = layer_of(layers[1], 1)
+    queries, keys = (np.asarray(a, np.float64) for a in (layer.new.queries, layer.new.keys))
+    logits = np.einsum("bhsd,bhtd->bhst", queries, np.repeat(keys, 2, axis=1)) / np.sqrt(8)
+    wanted = np.full(segments.shape, -np.inf)
+    for b, s, t in pairs(segments, 2):
+        if behind[b, s]:
+            score = (logits[b, :, s, t] - np.asarray(layer.lse)[b, :, s]).max()
+            wanted[b, t] = max(wanted[b, t], score)
+    teacher = teacher_importance(config, layer, batch["segments"], jnp.asarray(later))
+    np.testing.assert_allclose(teacher, wanted, rtol=1e-4, atol=1e-4)
+
+    recipe = IndexerRecipe(config, 32)
+    indexer = recipe.init(model, jax.random.key(0))
+    own = {name: array[1] for name, array in indexer.items()}
+    student = np.asarray(
+        student_importance(config, own, layer, batch["segments"], jnp.asarray(earlier))
+    )
+    # Other tokens behind the cut do not change what those before it say.
+    changed = {**batch, "tokens": jnp.where(behind, (batch["tokens"] + 1) % 97, batch["tokens"])}
+    _, others = frozen_pass(model, changed, lambda layer, own: layer)
+    again = student_importance(
+        config, own, layer_of(others, 1), batch["segments"], jnp.asarray(earlier)
+    )
+    before = earlier >= 0
+    np.testing.assert_allclose(np.asarray(again)[before], student[before], rtol=1e-4, atol=1e-5)
+    loss, told = recipe.loss(indexer, model, batch, jax.random.key(3))
+    assert loss > 0 and 0 <= told["overlap"] <= 1
+    gradients = jax.grad(lambda p: recipe.loss(p, model, batch, jax.random.key(3))[0])(indexer)
+    assert all(np.isfinite(g).all() and np.asarray(g).any() for g in gradients.values())
 
 
 def random_pools(seed=0):
@@ -181,6 +223,7 @@ def test_an_indexer_with_the_models_own_queries_and_keys_has_almost_no_loss(batc
     weighted = queries * gates.transpose(0, 2, 1)[..., None]  # a teacher of summed, gated heads
     layer = Layer(
         New(array(hidden), array(queries), array(weighted), array(keys)),
+        jnp.zeros((2, heads, 32, size), jnp.float32),
         jnp.zeros((2, heads, 32), jnp.float32),
         jnp.int32(NO_WINDOW),
     )
@@ -302,6 +345,8 @@ def test_memory_of_a_step_is_linear_in_length(model):
         ({"teacher": "softmax"}, "softmax"),
         ({"name": "indexmem"}, "indexmem"),
         ({"heads": 0}, "heads=0"),
+        ({"first_cut": 0.0}, "module.first_cut=0.0"),
+        ({"first_cut": 0.9, "last_cut": 0.5}, "module.last_cut=0.5"),
     ],
 )
 def test_bad_options_are_refused(options, message):

@@ -17,10 +17,11 @@ from tests import tiny
 from tests.learned import memory_by_hand as by_hand
 from tests.train import tiny_run
 from tests.train.tiny_run import Batches
+from train.documents import one_document
 from train.indexer import IndexerRecipe, IndexerTraining
 from train.indexmem import IndexMemRecipe, IndexMemTraining
 from train.loop import train
-from train.memory import MemoryRecipe, MemoryTraining, kept_entries, one_document
+from train.memory import MemoryRecipe, MemoryTraining, kept_entries
 from train.metrics import METRICS_FILE, read_lines
 from train.passes import frozen_pass
 from train.report import page
@@ -48,10 +49,10 @@ def random_memory(recipe, model):
 
 
 def test_one_document_of_every_row_moves_to_the_front(batch):
-    tokens, lengths = (np.asarray(a) for a in one_document(batch, jax.random.key(1)))
     seen = set()
     for seed in range(20):
-        tokens, lengths = (np.asarray(a) for a in one_document(batch, jax.random.key(seed)))
+        moved, lengths = one_document(batch, jax.random.key(seed))
+        tokens, lengths = np.asarray(moved["tokens"]), np.asarray(lengths)
         for row, (found, length) in enumerate(zip(tokens, lengths, strict=True)):
             start = {20: 0, 9: 20}[int(length)]  # the documents of `tiny_run.Batches`
             wanted = np.asarray(batch["tokens"])[row, start : start + length]
@@ -79,7 +80,8 @@ def loss_by_hand(recipe, params, model, batch, key):
     """Every layer's |o - combined|^2, |o - o_attn|^2 and mean weight, one token at a time."""
     config, memory = recipe.config, recipe.config.memory
     at = jax.random.split(key, 3)
-    tokens, lengths = one_document(batch, at[0])
+    moved, lengths = one_document(batch, at[0])
+    tokens = moved["tokens"]
     rows, width = tokens.shape
     cuts = jax.random.uniform(at[1], (rows,), minval=config.first_cut, maxval=config.last_cut)
     gone = jax.random.uniform(
