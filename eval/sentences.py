@@ -72,6 +72,7 @@ _SLOTS = {
         "along the coast", "at the edge of the forest", "inside the museum", "on the hill",
     ),
 }  # fmt: skip
+NAMES = _SLOTS["name"]
 # Words that cannot stand between "the" and a noun, or after "the".
 _NO_ADJECTIVES = frozenset((
     "aback", "abaft", "ablaze", "aboard", "abounding", "afraid", "ahead", "alike", "alive",

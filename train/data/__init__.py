@@ -3,12 +3,21 @@
 Grain and pyarrow are imported when they are used.
 """
 
-from train.data.config import ChatConfig, SourceConfig, TaskConfig, TextConfig, mapping, read
+from train.data.config import (
+    ChatConfig,
+    ErasingConfig,
+    SourceConfig,
+    TaskConfig,
+    TextConfig,
+    mapping,
+    read,
+)
 from train.data.pipeline import Batch, Batches, build, open_source
 
 __all__ = [
     # What to read
     "ChatConfig",
+    "ErasingConfig",
     "SourceConfig",
     "TaskConfig",
     "TextConfig",

@@ -8,6 +8,10 @@
         weight: 2
       - text: data/books/*.txt
       - chat: data/chat.jsonl
+      - erase: [neighbour]     # contexts of which a span is to be erased, for kind: eraser alone
+        haystacks: [sentences]
+        lengths: [200, 400]    # tokens of the context
+        span_tokens: [16, 100]
 
 Weights are shares of examples, before packing: a document, a conversation, a sample.
 """
@@ -20,6 +24,7 @@ from typing import Any
 
 from eval import fields
 from eval.config import haystack
+from eval.erasing.suites import SUITES
 from eval.tasks import TASKS
 from eval.tasks.ruler import question_answering
 
@@ -68,7 +73,19 @@ class TaskConfig:
     weight: float = 1.0
 
 
-type SourceConfig = TextConfig | ChatConfig | TaskConfig
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ErasingConfig:
+    """Samples of erasing's suites, of which the right answers are to be predicted."""
+
+    erase: tuple[str, ...]  # suites
+    lengths: tuple[int, int]  # tokens of the context, both included
+    span_tokens: tuple[int, int] = (100, 100)  # at most
+    haystacks: tuple[str, ...] = ("prose",)
+    inserted: tuple[str, ...] = ()  # what spans are filled up with; () for the haystacks
+    weight: float = 1.0
+
+
+type SourceConfig = TextConfig | ChatConfig | TaskConfig | ErasingConfig
 
 
 def read(key: str, content: Any) -> tuple[SourceConfig, ...]:
@@ -92,13 +109,15 @@ def mapping(source: SourceConfig) -> dict[str, Any]:
 
 def _source(key: str, content: Any) -> SourceConfig:
     readers: dict[str, Callable[[str, Any], SourceConfig]]
-    readers = {"text": _text, "chat": _chat, "task": _task}
+    readers = {"text": _text, "chat": _chat, "task": _task, "erase": _erase}
     if not isinstance(content, dict):
-        raise fields.error(key, content, "a mapping with one of the keys text, chat, task")
+        raise fields.error(key, content, f"a mapping with one of the keys {', '.join(readers)}")
     kinds = [kind for kind in readers if kind in content]
     if len(kinds) != 1:
         given = ", ".join(map(str, content)) or "none"
-        raise ValueError(f"{key}: has the keys {given}; exactly one of text, chat, task is needed")
+        raise ValueError(
+            f"{key}: has the keys {given}; exactly one of {', '.join(readers)} is needed"
+        )
     return readers[kinds[0]](key, content)
 
 
@@ -167,6 +186,27 @@ def _task(key: str, content: Any) -> TaskConfig:
         if subset in question_answering.FORMATS and config.path is None:
             raise ValueError(f"missing key 'path' in {key}: {subset} needs a file of questions")
     return config
+
+
+def _erase(key: str, content: Any) -> ErasingConfig:
+    given = fields.mapping(
+        key,
+        content,
+        ErasingConfig,
+        required=("erase", "lengths"),
+        aliases={"haystack": "haystacks", "length": "lengths"},
+    )
+    return _built(
+        ErasingConfig,
+        key,
+        given,
+        erase=lambda k, v: _each(k, v, lambda k, v: fields.choice(k, v, tuple(SUITES))),
+        lengths=_lengths,
+        span_tokens=_lengths,
+        haystacks=lambda k, v: _each(k, v, haystack),
+        inserted=lambda k, v: _each(k, v, haystack),
+        weight=fields.positive,
+    )
 
 
 def _built[C](cls: type[C], key: str, given: dict[str, Any], **readers: Callable[..., Any]) -> C:

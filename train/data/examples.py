@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol, TypedDict
+from typing import NotRequired, Protocol, TypedDict
 
 import numpy as np
 
 
 class Example(TypedDict):
-    """Token ids [n] int32, and `targets` [n] bool: whether a token is to be predicted."""
+    """Token ids [n] int32, and `targets` [n] bool: whether a token is to be predicted.
+
+    `parts` [n] int32 says what a token belongs to, in examples of which a span is erased.
+    """
 
     tokens: np.ndarray
     targets: np.ndarray
+    parts: NotRequired[np.ndarray]
 
 
 class Piece(TypedDict):
@@ -20,6 +24,7 @@ class Piece(TypedDict):
 
     tokens: np.ndarray
     labels: np.ndarray
+    parts: NotRequired[np.ndarray]
 
 
 class Source(Protocol):
@@ -57,5 +62,8 @@ def pieces(whole: Example, length: int, long: str = "cut") -> list[Piece]:
     for start in range(0, len(tokens), length):
         labels = np.append(targets[start + 1 : start + length], False)
         if labels.any():
-            found.append(Piece(tokens=tokens[start : start + length], labels=labels))
+            piece = Piece(tokens=tokens[start : start + length], labels=labels)
+            if "parts" in whole:
+                piece["parts"] = whole["parts"][start : start + length]
+            found.append(piece)
     return found

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
 from eval.prompt import Tokenizer
 from train.data import examples, order
 from train.data.chat import ChatSource
-from train.data.config import ChatConfig, SourceConfig, TaskConfig, TextConfig
+from train.data.config import ChatConfig, ErasingConfig, SourceConfig, TaskConfig, TextConfig
+from train.data.erasing import ErasingSource
 from train.data.examples import Piece, Source
 from train.data.task import TaskSource
 from train.data.text import TextSource
@@ -27,13 +28,15 @@ class Batch(TypedDict):
     """B rows of T tokens, each row holding examples one after the other, then padding.
 
     `segments` counts a row's examples from 0 and is -1 in the padding. `positions` starts at 0 in
-    every segment. `labels[t]` says that token t + 1 is to be predicted from token t.
+    every segment. `labels[t]` says that token t + 1 is to be predicted from token t. Where spans
+    are to be erased, `parts` says what a token belongs to (`train.data.erasing`).
     """
 
     tokens: np.ndarray  # [B, T] int32
     segments: np.ndarray  # [B, T] int32
     positions: np.ndarray  # [B, T] int32
     labels: np.ndarray  # [B, T] bool
+    parts: NotRequired[np.ndarray]  # [B, T] int32
 
 
 class Batches:
@@ -110,6 +113,9 @@ def build(
         raise ValueError(f"process={process}: allowed: (i, n) with 0 <= i < n")
     if not sources:
         raise ValueError("data: has no sources; at least one is needed")
+    erasing = {isinstance(config, ErasingConfig) for config in sources}
+    if len(erasing) > 1:
+        raise ValueError("data: sources with `erase` stand beside others; allowed is either kind")
     opened = [_opened(i, config, tokenizer, length) for i, config in enumerate(sources)]
     seeds = np.random.SeedSequence(seed).generate_state(len(sources) + 1)
     iterator = _dataset(
@@ -140,6 +146,8 @@ def open_source(config: SourceConfig, tokenizer: Tokenizer, length: int) -> Sour
         return TextSource(config, tokenizer)
     if isinstance(config, ChatConfig):
         return ChatSource(config, tokenizer)
+    if isinstance(config, ErasingConfig):
+        return ErasingSource(config, tokenizer, length)
     return TaskSource(config, tokenizer, length)
 
 
@@ -151,7 +159,7 @@ def _opened(number: int, config: SourceConfig, tokenizer: Tokenizer, length: int
 
 
 def _long(config: SourceConfig) -> str:
-    return "drop" if isinstance(config, TaskConfig) else config.long
+    return "drop" if isinstance(config, TaskConfig | ErasingConfig) else config.long
 
 
 def _dataset(
@@ -191,12 +199,14 @@ def _dataset(
         shared = order.endless(source, seed)[index::count]
         parts.append(shared.map(cut))
     mixed = grain.MapDataset.mix(parts, weights=[config.weight for config in configs])
+    erasing = any(isinstance(config, ErasingConfig) for config in configs)
+    packed = ("tokens", "labels", "parts") if erasing else ("tokens", "labels")
     # One thread alone calls the tokenizer, that of the prefetching below.
     rows = mixed.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
     rows = grain.experimental.FlatMapIterDataset(rows, Flat())
     rows = grain.experimental.FirstFitPackIterDataset(
         rows,
-        length_struct={"tokens": length, "labels": length},
+        length_struct=dict.fromkeys(packed, length),
         num_packing_bins=max(batch, _OPEN_ROWS),
         seed=seeds[-1],
         shuffle_bins=True,
@@ -212,9 +222,12 @@ def _close(iterator: Any) -> None:
 
 
 def _batch(packed: Mapping[str, np.ndarray]) -> Batch:
-    return Batch(
+    batch = Batch(
         tokens=packed["tokens"],
         segments=packed["tokens_segment_ids"] - np.int32(1),  # Grain's padding is 0
         positions=packed["tokens_positions"],
         labels=packed["labels"],
     )
+    if "parts" in packed:
+        batch["parts"] = packed["parts"]
+    return batch

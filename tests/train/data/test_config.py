@@ -51,8 +51,11 @@ TASK = {"task": "needle", "lengths": [100, 200]}
 BAD = [
     ({}, r"data=\{\}: allowed: a list with at least one entry"),
     ([], r"data=\[\]: allowed: a list"),
-    (["a.txt"], r"data\[0\]='a.txt': allowed: a mapping with one of the keys text, chat, task"),
-    ([{"weight": 1}], r"data\[0\]: has the keys weight; exactly one of text, chat, task"),
+    (
+        ["a.txt"],
+        r"data\[0\]='a.txt': allowed: a mapping with one of the keys text, chat, task, erase",
+    ),
+    ([{"weight": 1}], r"data\[0\]: has the keys weight; exactly one of text, chat, task, erase"),
     ([{}], r"data\[0\]: has the keys none; exactly one"),
     ([{"text": "a", "chat": "b"}], r"data\[0\]: has the keys text, chat; exactly one"),
     ([{"text": "a", "wieght": 1}], r"unknown key 'wieght' in data\[0\].*did you mean 'weight'"),

@@ -1,0 +1,1 @@
+"""Erasing spans from a processed context: what is asked, how methods are measured."""
