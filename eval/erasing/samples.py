@@ -10,7 +10,6 @@ from typing import Any
 
 from eval.prompt import Template, Tokenizer
 
-
 type CountTokens = Callable[[str], int]
 
 

@@ -27,7 +27,8 @@ class ErasingSource:
     """A sample by its index, of SAMPLES different ones.
 
     An example is the context with its span, the question and the answer, one after the other; the
-    answer is to be predicted, but no end behind it, as a text that is quoted ends anywhere. Suite, haystack, length and span length are drawn evenly.
+    answer is to be predicted, but no end behind it, as a text that is quoted ends anywhere. Suite,
+    haystack, length and span length are drawn evenly.
 
     Raises:
       ValueError: lengths of which no sample can be made in `most` tokens.
