@@ -60,6 +60,8 @@ def load_policy(path: str | Path, model: Decoder) -> tuple[Policy, Any]:
     if card.kind == "memory":
         policy = named_policy(card.module, memory_path=str(path))
         return policy, policy_params(model, policy)
+    if card.kind == "eraser":
+        raise ValueError(f"{path}: an eraser, which is no policy; kvjax.load_eraser reads it")
     trained = {name: card.options[name] for name in options(card.module) if name in card.options}
     policy = named_policy(card.module, path=str(path), **trained)
     return policy, policy_params(model, policy)
