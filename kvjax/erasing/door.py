@@ -29,13 +29,14 @@ def erase(
     *,
     method: Method | str = "kveraser",
     extent: Extent | None = None,
+    donate: bool = False,
 ) -> Cache:
     """The cache of a processed context, edited so that spans of it no longer act.
 
     Args:
       model: the decoder that filled the cache.
       eraser: trained adapters (`load_eraser`); None for methods that use none.
-      cache: padded or paged, full or evicted. It is not changed.
+      cache: padded or paged, full or evicted.
       tokens: the ids of everything the cache has seen, as `prefill` takes them: a cache does not
         know them. More columns than that are not looked at.
       spans: what to erase, (start, stop) in token positions: one pair, or a list of pairs, for a
@@ -45,6 +46,8 @@ def erase(
       extent: bounds on the spans, which fix the shapes. Default: their buckets, so that spans of
         similar length and place share a compilation; under jit, where spans are not known, the
         widest, which is correct and slow.
+      donate: edit in place. The cache given must not be used again; without this it is copied,
+        which for a long suffix can take longer than the edit.
 
     Returns:
       The cache, to be extended with a question. In an evicted cache only entries of a span that
@@ -82,7 +85,8 @@ def erase(
     width = bucket_length(ids.shape[1])
     ids = jnp.pad(ids, ((0, 0), (0, width - ids.shape[1])))
     used = eraser if method.needs_eraser else None
-    return _apply(model, used, cache, ids, jnp.asarray(pairs, jnp.int32), method, extent)
+    run = _apply_in_place if donate else _apply
+    return run(model, used, cache, ids, jnp.asarray(pairs, jnp.int32), method, extent)
 
 
 def apply(
@@ -103,6 +107,7 @@ def apply(
 
 
 _apply = jax.jit(apply, static_argnames=("method", "extent"))
+_apply_in_place = jax.jit(apply, static_argnames=("method", "extent"), donate_argnames="cache")
 
 
 def _check_tokens(model: Decoder, cache: Cache, ids: Int[Array, "B T"]) -> None:

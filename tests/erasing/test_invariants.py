@@ -160,6 +160,22 @@ def test_erasing_inside_jit_needs_no_known_spans():
     np.testing.assert_allclose(inside.keys, steer(tiny.full()[1]).keys, atol=1e-5)
 
 
+@pytest.mark.parametrize("pages", [None, 16])
+def test_a_donated_cache_is_edited_in_place(pages):
+    def fresh():
+        policy = kvjax.policy("full")
+        return tiny.prefill(tiny.tokens(), tiny.LENGTHS, tiny.LENGTHS, policy, pages=pages)[1]
+
+    given = fresh()
+    place = given.keys.unsafe_buffer_pointer()
+    after = kvjax.erase(
+        tiny.model(), eraser(), given, tiny.tokens(), rows_of(), donate=True
+    )  # fmt: skip
+    assert given.keys.is_deleted()
+    assert after.keys.unsafe_buffer_pointer() == place
+    np.testing.assert_allclose(after.values, steer(fresh()).values, atol=1e-6)
+
+
 @functools.cache
 def flops(method: kvjax.erasing.Method, suffix: int) -> float:
     """Floating-point operations of an edit of 64 tokens behind 64, before `suffix` others."""
