@@ -33,6 +33,10 @@ _EXPORTS = {
         "compress", "extend", "generate", "observe", "prefill", "replay", "stream",
     ),
     "kvjax.likelihood": ("log_likelihood",),
+    # Erasing
+    "kvjax.erasing": ("erase", "erasing_method"),
+    "kvjax.learned.eraser": ("Eraser", "EraserConfig", "init_eraser", "load_eraser"),
+    # Conversations
     "kvjax.session": ("Session",),
 }  # fmt: skip
 _HOMES = {name: module for module, names in _EXPORTS.items() for name in names}
@@ -46,8 +50,10 @@ if TYPE_CHECKING:
     from kvjax.cache.rerotate import rerotate
     from kvjax.cache.rollback import rollback
     from kvjax.cache.storage import load_cache, save_cache
+    from kvjax.erasing import erase, erasing_method
     from kvjax.generation import Generation, Sampling
     from kvjax.inference import compress, extend, generate, observe, prefill, replay, stream
+    from kvjax.learned.eraser import Eraser, EraserConfig, init_eraser, load_eraser
     from kvjax.likelihood import log_likelihood
     from kvjax.models.checkpoint import Loaded, load
     from kvjax.models.config import ModelConfig

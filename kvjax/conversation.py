@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -27,16 +27,53 @@ class Conversation:
     preface: int = 0  # tokens before the first turn: the system prompt
     turns: tuple[Turn, ...] = ()
     unclosed: bool = False  # the last tokens are a message without its end
+    tokens: tuple[int, ...] = ()  # the id at every position
 
     def with_turn(
-        self, text: str, answer: str, *, preface: int, question: int, answered: int
+        self,
+        text: str,
+        answer: str,
+        *,
+        preface: Sequence[int],
+        question: Sequence[int],
+        answered: Sequence[int],
     ) -> Conversation:
         """One more turn: tokens of a preface before it, of the question, and of the answer."""
-        start = self.tokens_seen + preface
-        end = start + question + answered
-        turn = Turn(text=text, answer=answer, start=start, answer_start=start + question, end=end)
+        start = self.tokens_seen + len(preface)
+        answer_start = start + len(question)
+        end = answer_start + len(answered)
+        turn = Turn(text=text, answer=answer, start=start, answer_start=answer_start, end=end)
         return Conversation(
-            tokens_seen=end, preface=self.preface + preface, turns=(*self.turns, turn)
+            tokens_seen=end,
+            preface=self.preface + len(preface),
+            turns=(*self.turns, turn),
+            tokens=(*self.tokens, *preface, *question, *answered),
+        )
+
+    def without(self, start: int, stop: int) -> Conversation:
+        """The conversation with the tokens of a span taken out and what follows moved up.
+
+        The turns keep their texts, which are a record of what was said.
+        """
+
+        def moved(position: int) -> int:
+            return position - min(max(position - start, 0), stop - start)
+
+        turns = [
+            dataclasses.replace(
+                turn,
+                start=moved(turn.start),
+                answer_start=moved(turn.answer_start),
+                end=moved(turn.end),
+            )
+            for turn in self.turns
+        ]
+        return dataclasses.replace(
+            self,
+            tokens_seen=moved(self.tokens_seen),
+            preface=moved(self.preface),
+            turns=tuple(turns),
+            tokens=self.tokens[:start] + self.tokens[stop:],
         )
 
     def cut(self, to_position: int) -> Conversation:
@@ -59,9 +96,11 @@ class Conversation:
             preface=min(self.preface, to_position),
             turns=tuple(turns),
             unclosed=to_position not in ends,
+            tokens=self.tokens[:to_position],
         )
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Conversation:
         """Inverse of `dataclasses.asdict`, after a trip through JSON."""
-        return cls(**{**raw, "turns": tuple(Turn(**turn) for turn in raw["turns"])})
+        turns = tuple(Turn(**turn) for turn in raw["turns"])
+        return cls(**{**raw, "turns": turns, "tokens": tuple(raw.get("tokens", ()))})

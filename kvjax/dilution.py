@@ -81,7 +81,7 @@ def passage_tokens(texts: Sequence[str], passage: str) -> Bool[np.ndarray, " T"]
     """Which tokens hold a character of the passage, where it occurs last in the tokens' text.
 
     Args:
-      texts: the text that each token completes (`inspection.token_texts`); a token that only
+      texts: the text that each token completes (`passages.token_texts`); a token that only
         begins a character has "" and counts with that character.
       passage: a part of the joined texts.
 

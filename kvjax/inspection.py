@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from importlib import resources
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -38,15 +37,6 @@ def kept_counts(cache: Cache, length: int, row: int = 0) -> Int[np.ndarray, " T"
 def budget_map(cache: Cache, row: int = 0) -> Int[np.ndarray, "L K"]:
     """Entries kept by each layer and KV head of one row."""
     return np.asarray(cache.lengths)[:, row]
-
-
-def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
-    """The text each token completes, special tokens written out; "" inside a character."""
-    stream = tokenizer.stream(skip_special_tokens=False)
-    texts = [stream.push(token) for token in tokens]
-    if texts:
-        texts[-1] += stream.flush()
-    return texts
 
 
 def render_page(

@@ -11,7 +11,7 @@ from kernels_pallas.attention import attention, causal_attention, merge
 from kernels_pallas.column_attention import column_attention
 from kvjax import eviction
 from kvjax.cache.padded import join
-from kvjax.models.decoder import Decoder, DecoderLayer, Projected
+from kvjax.models.decoder import Adapters, Decoder, DecoderLayer, Projected
 from kvjax.policies.observation import Observation
 from kvjax.remembering import Read
 
@@ -27,14 +27,16 @@ def attend(
     needs: frozenset[str],
     cached: Any = None,
     read: Read | None = None,
+    adapters: Adapters | None = None,
 ) -> tuple[Array, Projected, Array | None]:
     """One layer over the cached slots and the new tokens; column sums where they are needed.
 
     `cached` is a cache and its view of this layer, read only: the new tokens are a second part,
     merged by log-sum-exp, so that the cache is never copied to be extended. `read` adds what is
     remembered of evicted entries; column sums are of the softmax over those that are there.
+    `adapters` are the layer's low-rank additions.
     """
-    new = layer.project(x, *rotation)
+    new = layer.project(x, *rotation, adapters)
     entries = (new.queries, new.keys, new.values)
     spread = jnp.broadcast_to(positions[:, None], new.keys.shape[:3])
     # A token always sees itself, so a window does not matter to one alone.
@@ -54,7 +56,7 @@ def attend(
             column = jnp.concatenate([old, column], axis=2)
     if read is not None:
         out = read(new, out, lse)
-    return layer.finish(x, out), new, column
+    return layer.finish(x, out, adapters), new, column
 
 
 def window_queries(

@@ -59,6 +59,8 @@ def load_policy(path: str | Path, model: Decoder) -> tuple[Policy, Any]:
       ValueError: a module of another backbone, or a damaged one.
     """
     card = modules.read_card(path)
+    if card.kind == "eraser":
+        raise ValueError(f"{path}: an eraser, which is no policy; kvjax.load_eraser reads it")
     if card.kind != "memory":
         policy = named_policy(card.module, **_trained_options(path, card))
     else:

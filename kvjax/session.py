@@ -14,14 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax import assembly, inference, sizing
+from kvjax import assembly, forgetting, inference, sizing
 from kvjax.budget import Budget
 from kvjax.cache import Cache, nbytes
 from kvjax.cache.entries import first_range, kept_mask
 from kvjax.cache.rollback import rollback
 from kvjax.cache.storage import check_model, load_cache, read_card, save_cache
 from kvjax.conversation import Conversation, Turn
+from kvjax.erasing import Method
 from kvjax.generation import Sampling
+from kvjax.learned.eraser import Eraser
 from kvjax.models.decoder import Decoder
 from kvjax.policies.base import Policy
 from kvjax.policies.registry import policy as named_policy
@@ -233,6 +235,39 @@ class Session:
         self._conversation = self._conversation.cut(to_position)
         return missing.sum(axis=2)
 
+    def erase(
+        self,
+        span: tuple[int, int] | None = None,
+        *,
+        text: str | None = None,
+        turn: int | None = None,
+        method: Method | str = "kveraser",
+        eraser: Eraser | None = None,
+    ) -> tuple[int, int]:
+        """Makes the conversation go on as though a part of it had not been said.
+
+        It suppresses, it does not delete: `turns`, and a saved session, still hold the text.
+
+        Args:
+          span: token positions (start, stop), or what is meant by `text` and `turn`.
+          text: a passage that occurs once, in the conversation or in the `turn`.
+          turn: an index into `turns`; without a text, what the user said in it.
+          method, eraser: as `kvjax.erase` takes them. A method that moves what follows moves the
+            turns' positions too.
+
+        Returns:
+          The token positions that were erased.
+
+        Raises:
+          ValueError: text that occurs several times or not at all; whatever `kvjax.erase` refuses.
+        """
+        tail = self._template.tail
+        found = forgetting.find(self._conversation, self.tokenizer, tail, span, text, turn)
+        self._cache, self._conversation = forgetting.forget(
+            self.model, self._cache, self._conversation, found, method, eraser
+        )
+        return found
+
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes cache and conversation to one file, whole or not at all."""
         return save_cache(
@@ -305,9 +340,9 @@ class Session:
             self._conversation = start.with_turn(
                 self._template.said(text),
                 "".join(pieces),
-                preface=len(preface),
-                question=len(question),
-                answered=len(answer) + len(self._closing),
+                preface=preface,
+                question=question,
+                answered=answer + self._closing,
             )
 
         try:

@@ -9,7 +9,7 @@ import pytest
 
 from kvjax.cache.entries import kept_mask
 from kvjax.dilution import check_passage, passage_tokens, useful_mass
-from kvjax.inspection import token_texts
+from kvjax.passages import token_texts
 from tests import oracle, tiny
 from tests.models.small import small_tokenizer
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.inspection import budget_map, kept_counts, render_page, token_texts
+from kvjax.inspection import budget_map, kept_counts, render_page
 from kvjax.inspection_dilution import Dilution
 from kvjax.inspection_figures import View
+from kvjax.passages import token_texts
 from tests.models.small import random_model, small_tokenizer
 
 LENGTH = 40

@@ -45,7 +45,9 @@ def attention(
         preferred_element_type=jnp.float32,
     )
     out = out / jnp.maximum(total, 1e-30).reshape(*rows, 1)
-    lse = jnp.log(total) + largest[..., 0]
+    # The inner where keeps the gradient of queries that see nothing at 0 instead of NaN.
+    some = total > 0
+    lse = jnp.where(some, jnp.log(jnp.where(some, total, 1.0)) + largest[..., 0], -jnp.inf)
     return (
         out.reshape(queries.shape).astype(queries.dtype),
         lse.reshape(batch, heads, num_queries),

@@ -142,7 +142,8 @@ def _turn(
     """R(new) R(old)^-1 x in float32, from the model's own rounded angles.
 
     cos(a - b) and sin(a - b) come from the two angles' own sines and cosines: subtracting the
-    rounded positions first would turn by another angle than the model did.
+    rounded positions first would turn by another angle than the model did. What stays where it is
+    is unchanged to the bit.
     """
     cos_new, sin_new = rope.rotation(jnp.maximum(new, 0), frequencies)
     cos_old, sin_old = rope.rotation(jnp.maximum(old, 0), frequencies)
@@ -150,4 +151,4 @@ def _turn(
     sin = sin_new * cos_old - cos_new * sin_old
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    return jnp.where((old == new)[..., None], x, turned.astype(x.dtype))

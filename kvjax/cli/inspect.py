@@ -7,7 +7,15 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvjax.cli.options import PAGES, budget_of, pages_of, params_of, policy_of, text_of
+from kvjax.cli.options import (
+    PAGES,
+    budget_of,
+    pages_of,
+    params_of,
+    policy_of,
+    text_of,
+    tokens_of,
+)
 
 if TYPE_CHECKING:
     from kvjax import Decoder, PaddedCache, Policy
@@ -74,13 +82,14 @@ def run(arguments: argparse.Namespace) -> None:
 
     import kvjax
     from kvjax.dilution import passage_tokens, useful_mass
-    from kvjax.inspection import View, render_page, token_texts
+    from kvjax.inspection import View, render_page
     from kvjax.inspection_dilution import Dilution
+    from kvjax.passages import token_texts
 
     model, tokenizer = kvjax.load(arguments.model)
     if tokenizer is None:
         raise ValueError(f"{arguments.model}: no tokenizer beside the weights (tokenizer.json)")
-    tokens, asked = _tokens(tokenizer, text, arguments.question, arguments.raw)
+    tokens, asked = tokens_of(tokenizer, text, arguments.question, arguments.raw)
     if len(tokens) + len(asked) > model.config.max_length:
         raise ValueError(
             f"prompt of {len(tokens)} tokens and question of {len(asked)}: the model's context is "
@@ -180,22 +189,3 @@ def _check_passage(text: str, passage: str | None, question: str | None) -> None
     from kvjax.dilution import check_passage
 
     check_passage(text, passage)
-
-
-def _tokens(
-    tokenizer: Tokenizer, text: str, question: str | None, raw: bool
-) -> tuple[list[int], list[int]]:
-    """What is prefilled and compressed, and the rest of the user's turn that asks about it."""
-    if raw:
-        asked = [] if question is None else tokenizer.encode(f"\n{question}")
-        return tokenizer.encode(text, add_special_tokens=True), asked
-    if tokenizer.chat_template is None:
-        raise ValueError("this model has no chat template: add --raw to give it plain text")
-    from kvjax.turns import TurnTemplate
-
-    template = TurnTemplate.of(tokenizer)
-    asked = []
-    if question is not None:
-        asked = tokenizer.encode(f"\n{template.said(question)}{template.tail}")
-    prompt = template.preface + template.first_opening + template.said(text)
-    return tokenizer.encode(prompt), asked

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 COMMANDS = {
     "generate": "answer a prompt from a bounded cache",
     "chat": "talk to a model that remembers within a budget",
+    "erase": "take a passage out of a context that was read already",
     "inspect": "show on a page which tokens a policy keeps",
     "eval": "compare policies and budgets on tasks, and write a report",
     "report": "write the report of runs of eval, merged or side by side",

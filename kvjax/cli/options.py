@@ -17,15 +17,21 @@ def policy_of(name: str, settings: Iterable[str] = (), **options: Any) -> Policy
     """The named policy with settings given as NAME=VALUE."""
     import kvjax
 
+    return kvjax.policy(name, **options, **settings_of(settings, "policy"))
+
+
+def settings_of(settings: Iterable[str], what: str) -> dict[str, Any]:
+    """Settings given as NAME=VALUE, with Python's literals and text for what is none."""
+    found: dict[str, Any] = {}
     for setting in settings:
         option, equals, value = setting.partition("=")
         if not equals:
-            raise ValueError(f"policy option {setting!r}: allowed is NAME=VALUE")
+            raise ValueError(f"{what} option {setting!r}: allowed is NAME=VALUE")
         try:
-            options[option.strip()] = ast.literal_eval(value)
+            found[option.strip()] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
-            options[option.strip()] = value
-    return kvjax.policy(name, **options)
+            found[option.strip()] = value
+    return found
 
 
 PAGES = (
@@ -82,3 +88,22 @@ def text_of(given: str | None, file: str | None) -> str:
     if not text.strip():
         raise ValueError(f"{origin}: the prompt is empty; allowed is any text")
     return text
+
+
+def tokens_of(
+    tokenizer: Tokenizer, text: str, question: str | None, raw: bool
+) -> tuple[list[int], list[int]]:
+    """What is prefilled and compressed, and the rest of the user's turn that asks about it."""
+    if raw:
+        asked = [] if question is None else tokenizer.encode(f"\n{question}")
+        return tokenizer.encode(text, add_special_tokens=True), asked
+    if tokenizer.chat_template is None:
+        raise ValueError("this model has no chat template: add --raw to give it plain text")
+    from kvjax.turns import TurnTemplate
+
+    template = TurnTemplate.of(tokenizer)
+    asked = []
+    if question is not None:
+        asked = tokenizer.encode(f"\n{template.said(question)}{template.tail}")
+    prompt = template.preface + template.first_opening + template.said(text)
+    return tokenizer.encode(prompt), asked

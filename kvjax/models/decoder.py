@@ -29,6 +29,10 @@ from kvjax.models.sharding import ShardingRules, parameter_shardings
 NO_WINDOW = 2**30
 SAMPLES_PER_AXIS = 16
 
+type Adapters = Mapping[str, tuple[Array, Array]]
+"""Low-rank additions to one layer's projections, by name: (down [F, R], up [R, O]) adds
+(x down) up to the projection's output. Those not named are as they are."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,18 +82,20 @@ class DecoderLayer(nnx.Module):
         x: Float[Array, "B T E"],
         cos: Float32[Array, "B T half"],
         sin: Float32[Array, "B T half"],
+        adapters: Adapters | None = None,
     ) -> Projected:
         """Normalise the residual stream and compute queries, keys and values.
 
         `cos` and `sin` come from `Decoder.rotation` at the tokens' absolute positions. Query
-        head h belongs to KV head h // (H // K).
+        head h belongs to KV head h // (H // K). `adapters` are this layer's.
         """
-        c = self.config
+        c, low = self.config, adapters or {}
         with jax.named_scope("project"):
             hidden = rms_norm(x, self.attention_norm[...], c.norm_eps)
-            queries = _split_heads(_linear(hidden, self.q_proj, self.q_bias), c.head_dim)
-            keys = _split_heads(_linear(hidden, self.k_proj, self.k_bias), c.head_dim)
-            values = _split_heads(_linear(hidden, self.v_proj, self.v_bias), c.head_dim)
+            queries = _linear(hidden, self.q_proj, self.q_bias, low.get("q_proj"))
+            keys = _linear(hidden, self.k_proj, self.k_bias, low.get("k_proj"))
+            values = _linear(hidden, self.v_proj, self.v_bias, low.get("v_proj"))
+            queries, keys, values = (_split_heads(a, c.head_dim) for a in (queries, keys, values))
             if self.q_norm is not None and self.k_norm is not None:
                 queries = rms_norm(queries, self.q_norm[...], c.norm_eps)
                 keys = rms_norm(keys, self.k_norm[...], c.norm_eps)
@@ -102,18 +108,24 @@ class DecoderLayer(nnx.Module):
             )
 
     def finish(
-        self, x: Float[Array, "B T E"], attention: Float[Array, "B H T D"]
+        self,
+        x: Float[Array, "B T E"],
+        attention: Float[Array, "B H T D"],
+        adapters: Adapters | None = None,
     ) -> Float[Array, "B T E"]:
-        """Output projection, residual, MLP, residual."""
+        """Output projection, residual, MLP, residual; `adapters` are this layer's."""
         batch, heads, tokens, dim = attention.shape
+        low = adapters or {}
         with jax.named_scope("output"):
             merged = attention.transpose(0, 2, 1, 3).reshape(batch, tokens, heads * dim)
-            x = x + _linear(merged.astype(x.dtype), self.o_proj, self.o_bias)
+            merged = merged.astype(x.dtype)
+            x = x + _linear(merged, self.o_proj, self.o_bias, low.get("o_proj"))
         with jax.named_scope("mlp"):
             hidden = rms_norm(x, self.mlp_norm[...], self.config.norm_eps)
-            gate = jax.nn.silu(_linear(hidden, self.gate_proj, self.gate_bias))
-            up = _linear(hidden, self.up_proj, self.up_bias)
-            return x + _linear(gate * up, self.down_proj, self.down_bias)
+            gate = _linear(hidden, self.gate_proj, self.gate_bias, low.get("gate_proj"))
+            up = _linear(hidden, self.up_proj, self.up_bias, low.get("up_proj"))
+            gated = jax.nn.silu(gate) * up
+            return x + _linear(gated, self.down_proj, self.down_bias, low.get("down_proj"))
 
     @property
     def output_projection(self) -> Float[Array, "*L H D E"]:
@@ -294,10 +306,18 @@ def rms_norm(
 
 
 def _linear(
-    x: Float[Array, "B T F"], weight: nnx.Param, bias: nnx.Param | None
+    x: Float[Array, "B T F"],
+    weight: nnx.Param,
+    bias: nnx.Param | None,
+    adapter: tuple[Float[Array, "F R"], Float[Array, "R O"]] | None = None,
 ) -> Float[Array, "B T O"]:
     product = x @ weight[...]
-    return product if bias is None else product + bias[...].reshape(1, 1, -1)
+    product = product if bias is None else product + bias[...].reshape(1, 1, -1)
+    if adapter is None:
+        return product
+    down, up = adapter
+    with jax.named_scope("adapter"):
+        return product + (x.astype(down.dtype) @ down @ up).astype(product.dtype)
 
 
 def _split_heads(x: Float[Array, "B T HD"], head_dim: int) -> Float[Array, "B N T D"]:

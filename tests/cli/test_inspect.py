@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from kvjax.cli import generate, inspect
+from kvjax.cli import generate
+from kvjax.cli.options import tokens_of
 from tests import tiny
 from tests.models.small import small_tokenizer
 
@@ -60,8 +61,8 @@ def test_the_question_stands_where_generate_puts_it():
     tokenizer = small_tokenizer()
     for raw in (False, True):
         given = (tokenizer, "A text.", "Who?", raw)
-        assert inspect._tokens(*given) == generate._tokens(*given)
-        assert inspect._tokens(tokenizer, "A text.", None, raw) == (inspect._tokens(*given)[0], [])
+        assert tokens_of(*given) == generate._tokens(*given)
+        assert tokens_of(tokenizer, "A text.", None, raw) == (tokens_of(*given)[0], [])
 
 
 REFUSED = {
