@@ -147,7 +147,7 @@ def from_mapping(content: Any) -> Config:
             for i, item in enumerate(fields.items("tasks", given["tasks"]))
         ),
         "policies": tuple(
-            _policy(f"policies[{i}]", item)
+            policy(f"policies[{i}]", item)
             for i, item in enumerate(fields.items("policies", given["policies"]))
         ),
         "budgets": tuple(
@@ -225,7 +225,7 @@ def _task(key: str, content: Any) -> TaskConfig:
     return config
 
 
-def _policy(key: str, content: Any) -> PolicyConfig:
+def policy(key: str, content: Any) -> PolicyConfig:
     if isinstance(content, str) and content:
         return PolicyConfig(name=content)
     if isinstance(content, Mapping) and len(content) == 1:

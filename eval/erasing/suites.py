@@ -348,7 +348,7 @@ SUITES: dict[str, Callable[[_Maker], _Draft]] = {
     "instruction": instruction,
     "unrelated": unrelated,
 }
-_SEVERAL = ("needle-conflict", "unrelated")
+SEVERAL = ("needle-conflict", "unrelated")
 
 
 def make(request: ErasingRequest) -> ErasingSample:
@@ -360,10 +360,10 @@ def make(request: ErasingRequest) -> ErasingSample:
     """
     if request.suite not in SUITES:
         raise ValueError(f"suite {request.suite!r}: allowed are {', '.join(SUITES)}")
-    if request.spans < 1 or (request.spans > 1 and request.suite not in _SEVERAL):
+    if request.spans < 1 or (request.spans > 1 and request.suite not in SEVERAL):
         raise ValueError(
             f"spans={request.spans}: suite {request.suite!r} has one; several are allowed in "
-            f"{', '.join(_SEVERAL)}"
+            f"{', '.join(SEVERAL)}"
         )
     maker = _Maker(request)
     draft = SUITES[request.suite](maker)

@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kvjax.cli import eval_erasing
+
 DESCRIPTION = """\
 Compare policies and budgets on tasks. Every policy answers the same samples from one shared
 prefill per context. Prints a table per task and length; writes samples.jsonl as it goes, then
 results.json, results.md and report.html. A killed run goes on where it was when the same
-command is given again."""
+command is given again. A config with methods instead of policies evaluates erasing."""
 EXAMPLE = "kvjax eval --config configs/demo.yaml --haystack book.txt --output runs/book"
 
 
@@ -73,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.list:
         return _list()
+    if args.config is not None and eval_erasing.takes(args.config):
+        return eval_erasing.run(args)
     shard = _shard(args.shard)
     if args.overwrite and shard[1] > 1:
         raise ValueError(
@@ -215,6 +219,7 @@ def _check_output(directory: Path, args: argparse.Namespace) -> None:
 def _list() -> int:
     import kvjax
     from eval import haystacks
+    from eval.erasing.suites import SUITES
     from eval.tasks import TASKS
 
     print("tasks")
@@ -223,7 +228,9 @@ def _list() -> int:
         if task.subsets:
             print(f"  {'':<14} subsets: {', '.join(task.subsets)}")
     print(f"haystacks\n  {', '.join(haystacks.KINDS)}, file:PATH")
+    print(f"suites of erasing\n  {', '.join(SUITES)}")
     print("policies\n  " + ", ".join(dict.fromkeys(("full", *kvjax.policy_names()))))
+    print("methods of erasing\n  " + ", ".join(kvjax.erasing.METHODS))
     return 0
 
 

@@ -1,0 +1,142 @@
+"""Runs an evaluation of erasing, sample by sample; a killed run goes on where it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import kvjax
+from eval import haystacks
+from eval.commit import commit
+from eval.erasing import measure, suites
+from eval.erasing.config import ErasingConfig
+from eval.erasing.measure import Measured
+from eval.erasing.samples import ErasingSample
+from eval.records import SAMPLES_FILE, write_atomically
+from eval.words import words  # noqa: F401 (a missing word list is noticed before anything runs)
+
+FORMAT = "erasing-1"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ErasingResult:
+    """One sample under every method."""
+
+    id: str
+    cell: str  # "needle-conflict in prose, 1 x 64 of 500 tokens"
+    suite: str
+    records: tuple[Measured, ...]
+
+
+def planned(config: ErasingConfig) -> Iterator[tuple[str, suites.ErasingRequest, str]]:
+    """(id, request without its counter, cell) of every sample: all cells grow together."""
+    inserted = haystacks.load(config.inserted)
+    stacks = [haystacks.load(name) for name in config.haystacks]
+    for number in range(config.samples):
+        for suite in config.suites:
+            for stack in stacks:
+                for length in config.lengths:
+                    for size in config.span_tokens:
+                        for spans in config.spans:
+                            if spans > 1 and suite not in suites.SEVERAL:
+                                continue
+                            request = suites.ErasingRequest(
+                                suite=suite,
+                                haystack=stack,
+                                inserted=inserted,
+                                length=length,
+                                span_tokens=size,
+                                seed=config.seed + number,
+                                count_tokens=len,
+                                spans=spans,
+                            )
+                            cell = f"{suite} in {stack.kind}, {spans} x {size} of {length} tokens"
+                            yield f"{cell}, seed {request.seed}", request, cell
+
+
+def run(
+    config: ErasingConfig,
+    loaded: Any,
+    progress: Callable[[str], None] = lambda line: None,
+    overwrite: bool = False,
+) -> list[ErasingResult]:
+    """What the config asks for; what the output directory has of it is not run again.
+
+    A sample that its suite cannot make of a seed (a text that says something twice) is made of
+    the next free one.
+
+    Raises:
+      ValueError: a method that there is not, or results of another config in the directory.
+    """
+    configs = measure.labelled(config.methods)
+    measure.check(configs)
+    needs = [measure.erasing_method(c.name, **dict(c.options)).needs_eraser
+             for c in configs.values() if c.name != "note"]  # fmt: skip
+    eraser = kvjax.load_eraser(loaded[0], config.eraser) if any(needs) else None
+    path = Path(config.output) / SAMPLES_FILE
+    done = {} if overwrite else _read(path, config)
+    header = {
+        "format": FORMAT,
+        "config_hash": config.hash,
+        "config": dataclasses.asdict(config),
+        "commit": commit(),
+    }
+    lines = [json.dumps(header), *(_line(result) for result in done.values())]
+    write_atomically(path, "".join(f"{line}\n" for line in lines))
+    plan = list(planned(config))
+    for number, (name, request, cell) in enumerate(plan, 1):
+        if name in done:
+            continue
+        sample = made(request, loaded[1])
+        records = measure.measure(loaded, eraser, configs, sample, config.max_new_tokens)
+        done[name] = ErasingResult(id=name, cell=cell, suite=request.suite, records=tuple(records))
+        with path.open("a", encoding="utf-8") as file:
+            file.write(_line(done[name]) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        progress(f"[{number}/{len(plan)}] {name}")
+    return [done[name] for name, _, _ in plan]
+
+
+_STRIDE = 10**6  # seeds apart that stand in for one another
+_ATTEMPTS = 16
+
+
+def made(request: suites.ErasingRequest, tokenizer: Any) -> ErasingSample:
+    def count(text: str) -> int:
+        return len(tokenizer.encode(text))
+
+    for attempt in range(_ATTEMPTS):
+        seed = request.seed + attempt * _STRIDE
+        try:
+            return suites.make(dataclasses.replace(request, seed=seed, count_tokens=count))
+        except ValueError as error:
+            problem = error
+    raise problem
+
+
+def _read(path: Path, config: ErasingConfig) -> dict[str, ErasingResult]:
+    """Finished samples; a last line cut short by a kill is left out."""
+    if not path.exists():
+        return {}
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    header = json.loads(lines[0]) if lines else {}
+    if (header.get("format"), header.get("config_hash")) != (FORMAT, config.hash):
+        raise ValueError(
+            f"{path} holds results of another config; give --overwrite or another --output"
+        )
+    found = {}
+    for line in lines[1:]:
+        content = json.loads(line)
+        records = tuple(Measured(**record) for record in content.pop("records"))
+        result = ErasingResult(**content, records=records)
+        found[result.id] = result
+    return found
+
+
+def _line(result: ErasingResult) -> str:
+    return json.dumps(dataclasses.asdict(result), ensure_ascii=False)

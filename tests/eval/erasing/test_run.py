@@ -1,0 +1,177 @@
+"""Erasing measured end to end on a small random model: against whole forward passes."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from eval.erasing import config as config_module
+from eval.erasing import measure, run, tables
+from eval.erasing.config import from_mapping, is_erasing
+from eval.erasing.samples import prompt_of
+from kvjax.learned.eraser import EraserConfig, init_eraser, save_eraser
+from tests.eval.fakes import WordTokenizer
+from train.passes import plain_pass
+
+CONFIG = kvjax.ModelConfig(
+    vocab_size=2048,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_length=2048,
+)
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return kvjax.Decoder.random(CONFIG, jax.random.key(1)), WordTokenizer()
+
+
+def config(output="unused", **changes):
+    return from_mapping(
+        {
+            "model": "small",
+            "suites": ["chain", "needle-conflict"],
+            "haystacks": ["sentences"],
+            "lengths": [200],
+            "span_tokens": [40],
+            "samples": 2,
+            "methods": ["mask", "note"],
+            "max_new_tokens": 4,
+            "output": str(output),
+            **changes,
+        }
+    )
+
+
+def log_p(model, tokens):
+    row = jnp.asarray(tokens, jnp.int32)[None]
+    places = jnp.arange(row.shape[1], dtype=jnp.int32)[None]
+    x = plain_pass(model, {"tokens": row, "segments": jnp.zeros_like(row), "positions": places})
+    return np.asarray(jax.nn.log_softmax(model.logits(x[0]), axis=-1), np.float64)
+
+
+def test_both_ends_are_what_whole_passes_give(loaded):
+    (_, request, _), *_ = run.planned(config())
+    sample = run.made(request, loaded[1])
+    prompt = prompt_of(sample, loaded[1])
+    found = measure.measure(loaded, None, measure.labelled(config().methods), sample, 4)
+    assert [one.method for one in found] == ["none", "recompute", "mask", "note"]
+    by_method = {one.method: one for one in found}
+    answer = np.arange(len(prompt.answer))
+    behind = {}
+    for method, context in (("none", prompt.context), ("recompute", prompt.clean)):
+        tokens = [*context, *prompt.question, *prompt.answer]
+        start = len(tokens) - len(prompt.answer) - 1
+        behind[method] = log_p(loaded[0], tokens)[start:-1]
+        nll = -behind[method][answer, prompt.answer].mean()
+        np.testing.assert_allclose(by_method[method].nll, nll, rtol=1e-4)
+    p, q = behind["recompute"], behind["none"]
+    kl = (np.exp(p) * (p - q)).sum(axis=1).mean()
+    np.testing.assert_allclose(by_method["none"].kl, kl, rtol=1e-3)
+    assert by_method["recompute"].kl == 0.0 and by_method["mask"].kl > 0
+
+
+def test_a_killed_run_goes_on_where_it_was(loaded, tmp_path):
+    told = []
+    whole = run.run(config(tmp_path / "whole"), loaded, told.append)
+    assert len(whole) == len(told) == 4
+    assert len({one.id for one in whole}) == 4 and len({one.cell for one in whole}) == 2
+    path = tmp_path / "whole" / "samples.jsonl"
+    lines = path.read_text().split("\n")
+    path.write_text("\n".join(lines[:3]) + "\n" + lines[3][:40])
+    told.clear()
+    again = run.run(config(tmp_path / "whole"), loaded, told.append)
+    assert len(told) == 2 and again == whole
+    page = tables.markdown(config(), again, {"commit": "abc"})
+    assert page.count("n = 2; recomputation solves and no erasing fails") == 2
+    for method in ("none", "recompute", "mask", "note"):
+        assert page.count(f"\n| {method} |") == 2
+    assert "* commit: abc" in page
+    with pytest.raises(ValueError, match="results of another config"):
+        run.run(config(tmp_path / "whole", seed=1), loaded)
+    assert json.loads(path.read_text().split("\n")[0])["format"] == run.FORMAT
+
+
+def test_an_eraser_is_loaded_where_a_method_needs_one(loaded, tmp_path):
+    model = loaded[0]
+    with pytest.raises(FileNotFoundError, match="holds no trained module"):
+        run.run(config(tmp_path, methods=["kveraser"], eraser=str(tmp_path / "none")), loaded)
+    fresh = init_eraser(EraserConfig(rank=2), jax.random.key(0), model.config)
+    save_eraser(tmp_path / "eraser", fresh, model, backbone="small")
+    given = {"methods": ["kveraser"], "eraser": str(tmp_path / "eraser"), "samples": 1}
+    for result in run.run(config(tmp_path / "run", suites=["chain"], **given), loaded):
+        none, _, steered = result.records
+        assert steered.method == "kveraser"
+        np.testing.assert_allclose(steered.nll, none.nll, rtol=1e-4)  # B is 0
+
+
+def test_several_spans_are_asked_of_the_suites_that_have_them():
+    cells = {cell for _, _, cell in run.planned(config(spans=[1, 2], lengths=[300]))}
+    assert cells == {
+        "chain in sentences, 1 x 40 of 300 tokens",
+        "needle-conflict in sentences, 1 x 40 of 300 tokens",
+        "needle-conflict in sentences, 2 x 40 of 300 tokens",
+    }
+
+
+def test_gap_closed_is_0_without_erasing_and_1_at_recomputation():
+    def one(method, nll, kl):
+        return measure.Measured(method=method, exact=0.0, distractor=0.0, nll=nll, kl=kl, answer="")
+
+    results = [
+        run.ErasingResult(
+            id=str(i),
+            cell="cell",
+            suite="chain",
+            records=(one("none", 3.0, 1.0), one("recompute", 1.0, 0.0), one("mask", 2.5, 0.8)),
+        )
+        for i in range(3)
+    ]
+    page = tables.markdown(config(), results, {})
+    assert [line.split("|")[6].strip() for line in page.split("\n") if line[:3] in
+            ("| n", "| r", "| m")][-3:] == ["0.00", "1.00", "0.25"]  # fmt: skip
+    assert "+0.200 [+0.200, +0.200]" in page and "-0.800 [-0.800, -0.800]" in page
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"suites": ["poem"]}, r"suites\[0\]='poem'"),
+        ({"methods": []}, "methods"),
+        ({"methods": ["mask", "mask"]}, "methods"),
+        ({"samples": 0}, "samples=0"),
+        ({"spans": [2], "suites": ["chain"]}, "spans=.*needle-conflict"),
+        ({"policies": ["full"]}, "policies"),
+    ],
+)
+def test_bad_configs_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        config(**changes)
+
+
+def test_bad_methods_are_refused_before_anything_runs(loaded, tmp_path):
+    for methods, message in (
+        (["burn"], "unknown erasing method 'burn'"),
+        ([{"mask": {"tokens": 3}}], "method 'mask' has no option 'tokens'"),
+        ([{"note": {"note": "x"}}], "method 'note' takes no options here"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run.run(config(tmp_path / "run", methods=methods), loaded)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_config_of_erasing_is_told_by_its_methods(tmp_path):
+    assert is_erasing({"methods": []}) and not is_erasing({"policies": []})
+    path = tmp_path / "bad.yaml"
+    path.write_text("model: x\nmethods: [mask]\n")
+    with pytest.raises(ValueError, match=r"config '.*bad.yaml': missing key"):
+        config_module.load(path)
