@@ -14,15 +14,19 @@ from typing import Any
 from eval import fields
 from kvjax.models.sharding import MESH_AXES
 from train import data
-from train.data.config import SourceConfig
+from train.data.config import ErasingConfig, SourceConfig
+from train.eraser import EraserTraining
 from train.indexer import IndexerTraining
 from train.indexmem import IndexMemTraining
 from train.memory import MemoryTraining
 from train.optimizer import OptimizerConfig
 from train.retention import RetentionConfig
 
-type ModuleConfig = IndexerTraining | IndexMemTraining | MemoryTraining | RetentionConfig
+type ModuleConfig = (
+    EraserTraining | IndexerTraining | IndexMemTraining | MemoryTraining | RetentionConfig
+)
 MODULES: dict[str, Any] = {
+    "eraser": EraserTraining,
     "indexer": IndexerTraining,
     "indexmem": IndexMemTraining,
     "memory": MemoryTraining,
@@ -112,6 +116,10 @@ def from_mapping(content: Any) -> TrainConfig:
             values[name] = _section(name, given[name], cls)
     if "mesh" in given:
         values["mesh"] = _mesh(given["mesh"])
+    for number, source in enumerate(values["data"]):
+        if isinstance(source, ErasingConfig) != (kind == "eraser"):
+            fits = "sources with" if kind == "eraser" else "sources without"
+            raise ValueError(f"data[{number}]: module kind {kind!r} reads {fits} `erase`")
     return TrainConfig(**values)
 
 

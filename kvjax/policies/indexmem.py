@@ -159,7 +159,7 @@ def indexmem_no_memory(
     """IndexMem's learned indexer without its latent memory: what is evicted is gone.
 
     Paper: IndexMem (arXiv 2605.25475); the score is `IndexMem`'s. The indexer is that in the
-    directory `path`, else the one that ships for the backbone (none does yet). `size`,
+    directory `path`, else the one that ships for the backbone. `size`,
     `activation` and `near` are those it was trained with; with `stride` n every n-th layer scores
     for those behind it.
     """

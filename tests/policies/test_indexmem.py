@@ -245,7 +245,9 @@ def test_without_an_indexer_it_says_where_one_comes_from():
     model = tiny.model()
     with pytest.raises(ValueError, match=r"kvjax\.policy_params\(model, policy\)"):
         kvjax.prefill(model, tiny.tokens(rows=1), policy="indexmem-no-memory", budget=9)
-    with pytest.raises(FileNotFoundError, match=r"none ship yet.*path=DIRECTORY"):
+    with pytest.raises(
+        FileNotFoundError, match=r"they ship for smollm2-135m-instruct\).*path=DIRECTORY"
+    ):
         kvjax.policy_params(model, "indexmem-no-memory")
 
 
