@@ -27,7 +27,7 @@ def written(tmp_path, **changes):
 @pytest.mark.parametrize(
     ("changes", "arguments", "message"),
     [
-        ({"module": {"kind": "eraser"}}, [], "module.kind='eraser'"),
+        ({"module": {"kind": "poem"}}, [], "module.kind='poem'"),
         ({"module": {}}, [], "module={}"),
         ({"module": {"kind": "retention", "widht": 3}}, [], "did you mean 'width'"),
         ({"module": {"kind": "retention", "width": 0.5}}, [], "module.width=0.5: allowed: whole"),
