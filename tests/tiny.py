@@ -43,6 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "caote": {"window": 4},
     "chunkkv": {"window": 4, "chunk_size": 3},
     "duoattention": {"streaming_sinks": 2, "streaming_recent": 4, "length": 32},
+    "indexmem": {"near": 2},
     "indexmem-no-memory": {"near": 2},
     "lagkv": {"lag": 8, "skip": 2, "recent": 4},
     "pyramidkv": {"window": 4},
@@ -84,8 +85,9 @@ def tokens(seed: int = 0, rows: int = 3, length: int = PROMPT) -> np.ndarray:
 
 def params(name: str, dtype: str = "float32") -> Any:
     """What a policy has learned of the tiny model; None for most."""
-    if name.endswith("+memory"):
-        return {"scorer": params(name.removesuffix("+memory"), dtype), "memory": memory()}
+    alone = {"indexmem": "indexmem-no-memory"}.get(name, name.removesuffix("+memory"))
+    if alone != name:
+        return {"scorer": params(alone, dtype), "memory": memory()}
     if name.startswith("retention"):
         return retention_gates()
     if name.startswith("indexmem"):
