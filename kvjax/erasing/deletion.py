@@ -11,9 +11,9 @@ from jaxtyping import Array, Int
 from kvjax.cache import Cache, edits
 from kvjax.cache.entries import entry_positions
 from kvjax.cache.rerotate import rerotate
-from kvjax.erasing.method import Method
-from kvjax.erasing.spans import Extent, inside, removed_before
-from kvjax.models.decoder import Adapters, Decoder
+from kvjax.erasing.method import Edit, Method
+from kvjax.erasing.spans import inside, removed_before
+from kvjax.models.decoder import Decoder
 
 
 def delete(cache: Cache, spans: Int[Array, "B N 2"]) -> Cache:
@@ -40,16 +40,8 @@ class NoErase(Method):
 
     name: ClassVar[str] = "none"
 
-    def apply(
-        self,
-        model: Decoder,
-        cache: Cache,
-        tokens: Int[Array, "B T"],
-        spans: Int[Array, "B N 2"],
-        extent: Extent,
-        adapters: Adapters | None,
-    ) -> Cache:
-        return cache
+    def apply(self, edit: Edit) -> Cache:
+        return edit.cache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,16 +53,8 @@ class Mask(Method):
 
     name: ClassVar[str] = "mask"
 
-    def apply(
-        self,
-        model: Decoder,
-        cache: Cache,
-        tokens: Int[Array, "B T"],
-        spans: Int[Array, "B N 2"],
-        extent: Extent,
-        adapters: Adapters | None,
-    ) -> Cache:
-        return delete(cache, spans)
+    def apply(self, edit: Edit) -> Cache:
+        return delete(edit.cache, edit.spans)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,13 +67,5 @@ class DeleteAndShift(Method):
     name: ClassVar[str] = "delete-and-shift"
     moves: ClassVar[bool] = True
 
-    def apply(
-        self,
-        model: Decoder,
-        cache: Cache,
-        tokens: Int[Array, "B T"],
-        spans: Int[Array, "B N 2"],
-        extent: Extent,
-        adapters: Adapters | None,
-    ) -> Cache:
-        return delete_and_shift(model, cache, spans)
+    def apply(self, edit: Edit) -> Cache:
+        return delete_and_shift(edit.model, edit.cache, edit.spans)

@@ -12,7 +12,7 @@ from kvjax.budget import bucket_length
 from kvjax.cache import Cache
 from kvjax.checks import check_cache, check_ids, check_room
 from kvjax.erasing.given import Spans, as_spans, ordered
-from kvjax.erasing.method import Method
+from kvjax.erasing.method import Edit, Method
 from kvjax.erasing.methods import erasing_method
 from kvjax.erasing.note import PromptNote
 from kvjax.erasing.spans import Extent
@@ -103,7 +103,9 @@ def apply(
     `spans` ascend in each row and do not overlap.
     """
     adapters = None if eraser is None else eraser.adapters
-    return method.apply(model, cache, tokens, spans, extent, adapters)
+    return method.apply(
+        Edit(model=model, cache=cache, tokens=tokens, spans=spans, extent=extent, adapters=adapters)
+    )
 
 
 _apply = jax.jit(apply, static_argnames=("method", "extent"))

@@ -6,16 +6,15 @@ import dataclasses
 from typing import ClassVar, Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
 
 from kvjax.cache import Cache
-from kvjax.erasing.method import Method, refuse_layer
+from kvjax.erasing.method import Edit, Method, refuse_layer
 from kvjax.erasing.ranking import attention_to, deviation
 from kvjax.erasing.recomputation import recompute
 from kvjax.erasing.reencoding import reencode
-from kvjax.erasing.spans import Extent, first_start, inside, largest, listed, tokens_at
+from kvjax.erasing.spans import first_start, inside, largest, listed, tokens_at
 from kvjax.erasing.steering import KVEraser
-from kvjax.models.decoder import Adapters, Decoder
+from kvjax.models.decoder import Decoder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,16 +49,10 @@ class Hybrid(Method):
     def check(self, model: Decoder) -> None:
         refuse_layer(self.name, self.check_layer, model)
 
-    def apply(
-        self,
-        model: Decoder,
-        cache: Cache,
-        tokens: Int[Array, "B T"],
-        spans: Int[Array, "B N 2"],
-        extent: Extent,
-        adapters: Adapters | None,
-    ) -> Cache:
-        edited = KVEraser().apply(model, cache, tokens, spans, extent, adapters)
+    def apply(self, edit: Edit) -> Cache:
+        model, cache, extent = edit.model, edit.cache, edit.extent
+        tokens, spans = edit.tokens, edit.spans
+        edited = KVEraser().apply(edit)
         width = extent.suffix if self.reach is None else min(self.reach, extent.suffix)
         if width == 0:
             return edited

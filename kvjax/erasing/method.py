@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from typing import ClassVar
 
 from jaxtyping import Array, Int
@@ -10,6 +11,23 @@ from jaxtyping import Array, Int
 from kvjax.cache import Cache
 from kvjax.erasing.spans import Extent
 from kvjax.models.decoder import Adapters, Decoder
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Edit:
+    """What is edited, and where.
+
+    `tokens` are those of all positions the cache has seen. `spans` are (start, stop) in positions,
+    ascending and disjoint in each row; (0, 0) is none. `extent` bounds them. `adapters` are an
+    eraser's, for the methods that need one.
+    """
+
+    model: Decoder
+    cache: Cache
+    tokens: Int[Array, "B T"]
+    spans: Int[Array, "B N 2"]
+    extent: Extent
+    adapters: Adapters | None = None
 
 
 class Method(abc.ABC):
@@ -20,20 +38,8 @@ class Method(abc.ABC):
     moves: ClassVar[bool] = False  # what stands behind a span moves up, so that positions close
 
     @abc.abstractmethod
-    def apply(
-        self,
-        model: Decoder,
-        cache: Cache,
-        tokens: Int[Array, "B T"],
-        spans: Int[Array, "B N 2"],
-        extent: Extent,
-        adapters: Adapters | None,
-    ) -> Cache:
-        """The cache after the edit.
-
-        `tokens` are those of all positions the cache has seen. `spans` are (start, stop) in
-        positions, ascending and disjoint in each row; (0, 0) is none. `extent` bounds them.
-        """
+    def apply(self, edit: Edit) -> Cache:
+        """The cache after the edit."""
 
     def check(self, model: Decoder) -> None:
         """Refuses settings that this model does not allow."""

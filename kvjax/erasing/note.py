@@ -6,13 +6,10 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
 
 from kvjax import decoding
 from kvjax.cache import Cache
-from kvjax.erasing.method import Method
-from kvjax.erasing.spans import Extent
-from kvjax.models.decoder import Adapters, Decoder
+from kvjax.erasing.method import Edit, Method
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,16 +27,9 @@ class PromptNote(Method):
         if not self.note:
             raise ValueError(f"method {self.name!r}, note=(): allowed are token ids, at least one")
 
-    def apply(
-        self,
-        model: Decoder,
-        cache: Cache,
-        tokens: Int[Array, "B T"],
-        spans: Int[Array, "B N 2"],
-        extent: Extent,
-        adapters: Adapters | None,
-    ) -> Cache:
+    def apply(self, edit: Edit) -> Cache:
         note = jnp.asarray(self.note, jnp.int32)[None]
+        cache = edit.cache
         rows = jnp.broadcast_to(note, (cache.batch, len(self.note)))
         lengths = jnp.full(cache.batch, len(self.note), jnp.int32)
-        return decoding.extend(model, cache, rows, lengths)[1]
+        return decoding.extend(edit.model, cache, rows, lengths)[1]

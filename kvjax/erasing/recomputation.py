@@ -11,11 +11,10 @@ from jaxtyping import Array, Int
 
 from kvjax.cache import Cache, edits
 from kvjax.erasing.deletion import delete_and_shift
-from kvjax.erasing.method import Method, refuse_layer
+from kvjax.erasing.method import Edit, Method, refuse_layer
 from kvjax.erasing.ranking import deviation
 from kvjax.erasing.reencoding import reencode
 from kvjax.erasing.spans import (
-    Extent,
     first_start,
     largest,
     listed,
@@ -24,7 +23,7 @@ from kvjax.erasing.spans import (
     tokens_at,
     without,
 )
-from kvjax.models.decoder import Adapters, Decoder
+from kvjax.models.decoder import Decoder
 
 
 def recompute(
@@ -53,19 +52,13 @@ class Recompute(Method):
     name: ClassVar[str] = "recompute"
     moves: ClassVar[bool] = True
 
-    def apply(
-        self,
-        model: Decoder,
-        cache: Cache,
-        tokens: Int[Array, "B T"],
-        spans: Int[Array, "B N 2"],
-        extent: Extent,
-        adapters: Adapters | None,
-    ) -> Cache:
-        start = first_start(spans, cache.next_position)
-        moved = delete_and_shift(model, cache, spans)
+    def apply(self, edit: Edit) -> Cache:
+        model, spans, extent = edit.model, edit.spans, edit.extent
+        start = first_start(spans, edit.cache.next_position)
+        moved = delete_and_shift(model, edit.cache, spans)
         suffix = run(start, moved.next_position, extent.suffix)
-        return recompute(model, moved, without(tokens, spans), suffix, reads=extent.prefix)
+        tokens = without(edit.tokens, spans)
+        return recompute(model, moved, tokens, suffix, reads=extent.prefix)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,16 +78,9 @@ class LocalRepair(Method):
         if self.tokens < 0:
             raise ValueError(f"method {self.name!r}, tokens={self.tokens}: allowed are >= 0")
 
-    def apply(
-        self,
-        model: Decoder,
-        cache: Cache,
-        tokens: Int[Array, "B T"],
-        spans: Int[Array, "B N 2"],
-        extent: Extent,
-        adapters: Adapters | None,
-    ) -> Cache:
-        moved = delete_and_shift(model, cache, spans)
+    def apply(self, edit: Edit) -> Cache:
+        model, spans, extent = edit.model, edit.spans, edit.extent
+        moved, tokens = delete_and_shift(model, edit.cache, spans), without(edit.tokens, spans)
         width = min(self.tokens * spans.shape[1], extent.suffix)
         starts = spans[:, :, 0] - removed_before(spans, spans[:, :, 0])
         place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, None]
@@ -103,7 +89,7 @@ class LocalRepair(Method):
         here = jnp.any(near, axis=1) & (place[0] < moved.next_position[:, None])
         reads = extent.prefix if spans.shape[1] == 1 else None
         chosen = listed(here, width)
-        return recompute(model, moved, without(tokens, spans), chosen, reads=reads)
+        return recompute(model, moved, tokens, chosen, reads=reads)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,17 +115,10 @@ class CacheBlend(Method):
     def check(self, model: Decoder) -> None:
         refuse_layer(self.name, self.check_layer, model)
 
-    def apply(
-        self,
-        model: Decoder,
-        cache: Cache,
-        tokens: Int[Array, "B T"],
-        spans: Int[Array, "B N 2"],
-        extent: Extent,
-        adapters: Adapters | None,
-    ) -> Cache:
-        start = first_start(spans, cache.next_position)
-        moved, tokens = delete_and_shift(model, cache, spans), without(tokens, spans)
+    def apply(self, edit: Edit) -> Cache:
+        model, spans, extent = edit.model, edit.spans, edit.extent
+        start = first_start(spans, edit.cache.next_position)
+        moved, tokens = delete_and_shift(model, edit.cache, spans), without(edit.tokens, spans)
         if extent.suffix == 0:
             return moved
         suffix = run(start, moved.next_position, extent.suffix)

@@ -10,10 +10,9 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from kvjax.cache import Cache, edits
-from kvjax.erasing.method import Method
+from kvjax.erasing.method import Edit, Method
 from kvjax.erasing.reencoding import reencode
-from kvjax.erasing.spans import Extent, run, tokens_at
-from kvjax.models.decoder import Adapters, Decoder
+from kvjax.erasing.spans import run, tokens_at
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,21 +30,13 @@ class KVEraser(Method):
     name: ClassVar[str] = "kveraser"
     needs_eraser: ClassVar[bool] = True
 
-    def apply(
-        self,
-        model: Decoder,
-        cache: Cache,
-        tokens: Int[Array, "B T"],
-        spans: Int[Array, "B N 2"],
-        extent: Extent,
-        adapters: Adapters | None,
-    ) -> Cache:
+    def apply(self, edit: Edit) -> Cache:
         def steer(cache: Cache, span: Int[Array, "B 2"]) -> tuple[Cache, None]:
-            positions = run(span[:, 0], span[:, 1], extent.span)
+            positions = run(span[:, 0], span[:, 1], edit.extent.span)
             states = reencode(
-                model, cache, tokens_at(tokens, positions), positions,
-                reads=extent.prefix, adapters=adapters,
+                edit.model, cache, tokens_at(edit.tokens, positions), positions,
+                reads=edit.extent.prefix, adapters=edit.adapters,
             )  # fmt: skip
             return edits.overwrite(cache, *states, positions), None
 
-        return lax.scan(steer, cache, jnp.swapaxes(spans, 0, 1))[0]
+        return lax.scan(steer, edit.cache, jnp.swapaxes(edit.spans, 0, 1))[0]
