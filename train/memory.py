@@ -20,8 +20,8 @@ from kvjax.learned import modules
 from kvjax.learned.memory import Combine, Gate, MemoryConfig, Parameters, Phi
 from kvjax.models.decoder import Decoder
 from kvjax.policies.base import Policy, Remainder
+from kvjax.policies.latent_memory import LatentMemory
 from kvjax.policies.registry import options
-from kvjax.policies.rope import rotate
 from train.documents import one_document
 from train.passes import Layer, frozen_pass
 from train.recipe import Batch
@@ -260,18 +260,16 @@ def _restored(
     )
     without, lse = lax.stop_gradient((without, lse))
     evicted = (spread >= 0) & ~stays & (layer.window >= NO_WINDOW)
-    batch, heads, _, size = new.keys.shape
+    remainder, (batch, heads, _, size) = LatentMemory(config=config), new.keys.shape
+    fields = remainder.layer_fields(new.queries.shape[1], heads, size)
     empty = {
-        name: jnp.zeros((batch, *shape), jnp.float32)
-        for name, shape in config.state_shapes(new.queries.shape[1], heads, size).items()
+        name: jnp.full((batch, *field.shape), field.fill, field.dtype)
+        for name, field in fields.items()
     }
-    pre_rope = config.coordinates == "pre_rope"
-    keys = rotate(new.keys, spread, rope_frequencies, inverse=True) if pre_rope else new.keys
-    state = latent.write(
-        config, params, empty, keys, new.values, spread, evicted, aligned=True, decays=False
-    )
-    asked = new.queries_pre_rope if pre_rope else new.queries
-    m, mass = latent.read(config, params, state, asked)
-    gate = latent.gate(params, asked)
+    state = remainder.write(
+        params, empty, new.keys, new.values, spread, evicted, rope_frequencies,
+        aligned=True, decays=False,
+    )  # fmt: skip
+    m, mass, gate = remainder.recall(params, state, new.queries, new.queries_pre_rope)
     weight = latent.share(config, lse, mass, gate)
     return latent.combine(config, without, lse, m, mass, gate), weight, without

@@ -107,9 +107,20 @@ class LatentMemory(Remainder):
         attention: Float[Array, "B H T D"],
         lse: Float[Array, "B H T"],
     ) -> Float[Array, "B H T D"]:
+        recalled = self.recall(params, memory, queries, queries_pre_rope)
+        return latent.combine(self.config, attention, lse, *recalled)
+
+    def recall(
+        self,
+        params: Params,
+        memory: dict[str, Array],
+        queries: Float[Array, "B H T D"],
+        queries_pre_rope: Float[Array, "B H T D"],
+    ) -> tuple[Float[Array, "B H T D"], Float[Array, "B H T"], Float[Array, "B N T"]]:
+        """m of every query, its mass, and the gate before its sigmoid."""
         asked = queries_pre_rope if self.config.coordinates == "pre_rope" else queries
         m, mass = latent.read(self.config, params, _written(memory), asked)
-        return latent.combine(self.config, attention, lse, m, mass, latent.gate(params, asked))
+        return m, mass, latent.gate(params, asked)
 
 
 def _written(memory: dict[str, Array]) -> latent.Written:
