@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -107,7 +106,7 @@ def measure(
     return sorted(found, key=lambda one: order.index(one.method))
 
 
-@partial(jax.jit)
+@jax.jit
 def _log_probabilities(
     model: Decoder,
     cache: Cache,

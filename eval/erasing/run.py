@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from eval.erasing.config import ErasingConfig
 from eval.erasing.measure import Measured
 from eval.erasing.samples import ErasingSample
 from eval.records import SAMPLES_FILE, write_atomically
-from eval.words import words  # noqa: F401 (a missing word list is noticed before anything runs)
+from kvjax.erasing import METHODS
 
 FORMAT = "erasing-1"
 
@@ -36,26 +37,25 @@ def planned(config: ErasingConfig) -> Iterator[tuple[str, suites.ErasingRequest,
     """(id, request without its counter, cell) of every sample: all cells grow together."""
     inserted = haystacks.load(config.inserted)
     stacks = [haystacks.load(name) for name in config.haystacks]
-    for number in range(config.samples):
-        for suite in config.suites:
-            for stack in stacks:
-                for length in config.lengths:
-                    for size in config.span_tokens:
-                        for spans in config.spans:
-                            if spans > 1 and suite not in suites.SEVERAL:
-                                continue
-                            request = suites.ErasingRequest(
-                                suite=suite,
-                                haystack=stack,
-                                inserted=inserted,
-                                length=length,
-                                span_tokens=size,
-                                seed=config.seed + number,
-                                count_tokens=len,
-                                spans=spans,
-                            )
-                            cell = f"{suite} in {stack.kind}, {spans} x {size} of {length} tokens"
-                            yield f"{cell}, seed {request.seed}", request, cell
+    seeds = range(config.seed, config.seed + config.samples)
+    sizes = (config.lengths, config.span_tokens, config.spans)
+    for seed, suite, stack, length, size, spans in itertools.product(
+        seeds, config.suites, stacks, *sizes
+    ):
+        if spans > 1 and suite not in suites.SEVERAL:
+            continue
+        request = suites.ErasingRequest(
+            suite=suite,
+            haystack=stack,
+            inserted=inserted,
+            length=length,
+            span_tokens=size,
+            seed=seed,
+            count_tokens=len,
+            spans=spans,
+        )
+        cell = f"{suite} in {stack.kind}, {spans} x {size} of {length} tokens"
+        yield f"{cell}, seed {seed}", request, cell
 
 
 def run(
@@ -74,9 +74,8 @@ def run(
     """
     configs = measure.labelled(config.methods)
     measure.check(configs)
-    needs = [measure.erasing_method(c.name, **dict(c.options)).needs_eraser
-             for c in configs.values() if c.name != "note"]  # fmt: skip
-    eraser = kvjax.load_eraser(loaded[0], config.eraser) if any(needs) else None
+    needed = any(METHODS[method.name].needs_eraser for method in configs.values())
+    eraser = kvjax.load_eraser(loaded[0], config.eraser) if needed else None
     path = Path(config.output) / SAMPLES_FILE
     done = {} if overwrite else _read(path, config)
     header = {
@@ -114,27 +113,35 @@ def made(request: suites.ErasingRequest, tokenizer: Any) -> ErasingSample:
         seed = request.seed + attempt * _STRIDE
         try:
             return suites.make(dataclasses.replace(request, seed=seed, count_tokens=count))
-        except ValueError as error:
-            problem = error
-    raise problem
+        except ValueError:
+            if attempt == _ATTEMPTS - 1:
+                raise
+    raise AssertionError
 
 
 def _read(path: Path, config: ErasingConfig) -> dict[str, ErasingResult]:
     """Finished samples; a last line cut short by a kill is left out."""
     if not path.exists():
         return {}
+    found: dict[str, ErasingResult] = {}
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    header = json.loads(lines[0]) if lines else {}
-    if (header.get("format"), header.get("config_hash")) != (FORMAT, config.hash):
-        raise ValueError(
-            f"{path} holds results of another config; give --overwrite or another --output"
-        )
-    found = {}
-    for line in lines[1:]:
-        content = json.loads(line)
-        records = tuple(Measured(**record) for record in content.pop("records"))
-        result = ErasingResult(**content, records=records)
-        found[result.id] = result
+    for number, line in enumerate(lines, 1):
+        try:
+            content = json.loads(line)
+            if number > 1:
+                records = tuple(Measured(**record) for record in content.pop("records"))
+                result = ErasingResult(**content, records=records)
+                found[result.id] = result
+                continue
+            given = (content["format"], content["config_hash"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} line {number} is damaged; give --overwrite or another --output"
+            ) from error
+        if given != (FORMAT, config.hash):
+            raise ValueError(
+                f"{path} holds results of another config; give --overwrite or another --output"
+            )
     return found
 
 

@@ -251,3 +251,9 @@ def test_the_default_model_finds_the_needle_with_the_full_cache(default_model, t
     results = harness.run(content, engine.build(content, default_model), output=tmp_path)
     assert [s.records[0].score for s in results.samples] == [1, 1]
     assert all(s.prompt_tokens + s.question_tokens >= 0.98 * 300 for s in results.samples)
+
+
+def test_a_batch_shrinks_to_few_sizes_that_hold_little_padding():
+    sizes = [engine._batch_size(rows) for rows in range(1, 200)]
+    assert all(rows <= size <= 1.5 * rows for rows, size in enumerate(sizes, 1))
+    assert set(sizes) == {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256}

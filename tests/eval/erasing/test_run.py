@@ -98,6 +98,9 @@ def test_a_killed_run_goes_on_where_it_was(loaded, tmp_path):
     assert "* commit: abc" in page
     with pytest.raises(ValueError, match="results of another config"):
         run.run(config(tmp_path / "whole", seed=1), loaded)
+    path.write_text(path.read_text().replace('"records"', '"notes"', 1))
+    with pytest.raises(ValueError, match=r"line 2 is damaged; give --overwrite"):
+        run.run(config(tmp_path / "whole"), loaded)
     assert json.loads(path.read_text().split("\n")[0])["format"] == run.FORMAT
 
 
