@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 from kvjax import eviction
 from kvjax.cache import Cache, PaddedCache, PagedCache, Pages
 from kvjax.models.decoder import Decoder
-from kvjax.policies.base import Policy, StateField
+from kvjax.policies.base import Policy, StateField, new_state
 from kvjax.policies.observation import MODALITY, State
 
 
@@ -39,7 +39,7 @@ def empty_cache(
     lead: tuple[int, ...] = (*rows, config.num_kv_heads, capacity)
     if pages is not None:
         lead = (batch, pages.pool, pages.size)
-    state = State(slots=eviction.new_state(slots, lead), layer=eviction.new_state(layer, rows))
+    state = State(slots=new_state(slots, lead), layer=new_state(layer, rows))
     shape: dict[str, Any] = {
         "num_layers": config.num_layers,
         "batch": batch,

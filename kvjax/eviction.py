@@ -20,7 +20,7 @@ from kernels_pallas.gather_compact import gather_slots
 from kernels_pallas.select import keep_mask, kept_indices
 from kvjax import remembering, strides
 from kvjax.cache import Cache, modality
-from kvjax.policies.base import Policy, StateField
+from kvjax.policies.base import Policy, StateField, new_state
 from kvjax.policies.observation import Observation, State
 
 QUERIES = "recent_queries"  # layer state of policies that see queries and evict more than once
@@ -41,14 +41,6 @@ def state_fields(
         layer[QUERIES] = StateField(shape=shape, dtype=dtype)
         layer[QUERY_POSITIONS] = StateField(shape=(policy.window,), dtype=jnp.int32, fill=-1)
     return slots, layer | policy.remainder.layer_fields(num_heads, num_kv_heads, head_dim)
-
-
-def new_state(fields: dict[str, StateField], lead: Sequence[int]) -> dict[str, Array]:
-    """Arrays of the given fields at their fill value, with leading axes `lead`."""
-    return {
-        name: jnp.full((*lead, *field.shape), field.fill, field.dtype)
-        for name, field in fields.items()
-    }
 
 
 def last_queries(

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from jax import lax
 
 from kvjax.models.config import ModelConfig
-from kvjax.policies.base import Policy, Uniform
+from kvjax.policies.base import Policy, Uniform, new_state
 from kvjax.policies.observation import Observation, State
 
 
@@ -21,13 +20,8 @@ def first(policy: Policy, config: ModelConfig, shape: Sequence[int]) -> State | 
     if policy.scorer is None or policy.scorer.stride == 1:
         return None
     scorer = policy.scorer.for_model(config.num_heads, config.head_dim)
-
-    def empty(fields: dict[str, Any], lead: Sequence[int]) -> dict[str, Any]:
-        return {name: jnp.full((*lead, *f.shape), f.fill, f.dtype) for name, f in fields.items()}
-
-    return State(
-        slots=empty(scorer.slot_fields(), shape), layer=empty(scorer.layer_fields(), shape[:1])
-    )
+    slots, layer = scorer.slot_fields(), scorer.layer_fields()
+    return State(slots=new_state(slots, shape), layer=new_state(layer, shape[:1]))
 
 
 def update(

@@ -19,7 +19,7 @@ from kvjax.learned import memory as latent
 from kvjax.learned import modules
 from kvjax.learned.memory import Combine, Gate, MemoryConfig, Parameters, Phi
 from kvjax.models.decoder import Decoder
-from kvjax.policies.base import Policy, Remainder
+from kvjax.policies.base import Policy, Remainder, new_state
 from kvjax.policies.latent_memory import LatentMemory
 from kvjax.policies.registry import options
 from train.documents import one_document
@@ -261,11 +261,7 @@ def _restored(
     without, lse = lax.stop_gradient((without, lse))
     evicted = (spread >= 0) & ~stays & (layer.window >= NO_WINDOW)
     remainder, (batch, heads, _, size) = LatentMemory(config=config), new.keys.shape
-    fields = remainder.layer_fields(new.queries.shape[1], heads, size)
-    empty = {
-        name: jnp.full((batch, *field.shape), field.fill, field.dtype)
-        for name, field in fields.items()
-    }
+    empty = new_state(remainder.layer_fields(new.queries.shape[1], heads, size), (batch,))
     state = remainder.write(
         params, empty, new.keys, new.values, spread, evicted, rope_frequencies,
         aligned=True, decays=False,

@@ -25,11 +25,9 @@ def span_text(core: Sequence[str], stream: Iterator[str], tokens: int, count: Co
     Raises:
       ValueError: `core` alone is longer.
     """
-    least = count(" ".join(core) + " ")
-    if least > tokens:
+    sentences = [f"{sentence.rstrip()} " for sentence in core]
+    if (least := count("".join(sentences))) > tokens:
         raise ValueError(f"span_tokens={tokens}: too short for this suite; allowed are >= {least}")
-    sentences = [s.rstrip("\n") + " " if s.endswith("\n") else s for s in core]
-    sentences = [s if s.endswith(" ") else s + " " for s in sentences]
     before: list[str] = []
     behind: list[str] = []
     for number in itertools.count():

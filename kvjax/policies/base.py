@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -100,6 +101,14 @@ class StateField:
     shape: tuple[int, ...] = ()
     dtype: Any = jnp.float32
     fill: float | int = 0.0
+
+
+def new_state(fields: dict[str, StateField], lead: Sequence[int]) -> dict[str, Array]:
+    """Arrays of the given fields at their fill value, with leading axes `lead`."""
+    return {
+        name: jnp.full((*lead, *field.shape), field.fill, field.dtype)
+        for name, field in fields.items()
+    }
 
 
 class Scorer:

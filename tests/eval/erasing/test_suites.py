@@ -111,6 +111,7 @@ def test_other_suites_have_one(suite):
         ({"suite": "poem"}, "suite 'poem': allowed are needle-conflict"),
         ({"suite": "chain", "span_tokens": 5}, "span_tokens=5: too short"),
         ({"suite": "chain", "length": 60}, "length=60: too short"),
+        ({"suite": "tool", "length": 150}, "length=150: too short"),
         ({"suite": "neighbour", "length": 110}, "length=110: too short"),
         ({"suite": "unrelated", "spans": 0}, "spans=0"),
     ],
