@@ -25,6 +25,8 @@ shape_checks.install(["kvjax", "kernels_pallas"])
 MAPPINGS = Path("/proc/self/maps")
 MANY_MAPPINGS = 16_000
 
+collect_ignore = ["aot"]  # runs in environments of its own: make test-aot
+
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 

@@ -1,0 +1,44 @@
+"""How a Pallas kernel runs here: compiled on its own platform, simulated on any other.
+
+The simulators are JAX's for TPU and GPU: they check the order of copies and reads out of bounds
+besides the values. `interpreting(detect_races=True)` looks for data races too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any
+
+from kernels_pallas import dispatch
+
+_settings: contextvars.ContextVar[dict[str, Any]] = contextvars.ContextVar("settings", default={})
+
+
+@contextlib.contextmanager
+def interpreting(**settings: Any) -> Iterator[None]:
+    """Passes `settings` to the simulators of kernels traced inside."""
+    token = _settings.set(settings)
+    try:
+        yield
+    finally:
+        _settings.reset(token)
+
+
+def tpu_interpret() -> Any:
+    """`interpret=` of a TPU kernel."""
+    if dispatch.platform() == "tpu":
+        return False
+    from jax.experimental.pallas import tpu as pltpu
+
+    return pltpu.InterpretParams(**_settings.get())
+
+
+def gpu_interpret() -> Any:
+    """`interpret=` of a GPU kernel."""
+    if dispatch.platform() == "gpu":
+        return False
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.InterpretGPUParams(**_settings.get())
