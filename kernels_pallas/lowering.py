@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from kernels_pallas import dispatch
 
-_settings: contextvars.ContextVar[dict[str, Any]] = contextvars.ContextVar("settings", default={})
+_settings: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar(
+    "settings", default=MappingProxyType({})
+)
 
 
 @contextlib.contextmanager
