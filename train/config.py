@@ -54,6 +54,8 @@ class TrainConfig:
     length: int  # tokens of a row
     steps: int
     batch: int = 1  # rows of a step, over all devices
+    # Independent streams of data that a batch is made of; None: one per process at the start.
+    data_shards: int | None = None
     accumulation: int = 1  # steps whose gradients make one update
     optimizer: OptimizerConfig = OptimizerConfig()
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)  # axis: size; -1: the rest
@@ -67,7 +69,7 @@ class TrainConfig:
     def hash(self) -> str:
         """Of all that changes a step; more steps would change the schedule, so they are in it."""
         content = dataclasses.asdict(self)
-        for name in ("output", "checkpoint", "log", "explode", "mesh"):
+        for name in ("output", "checkpoint", "log", "explode", "mesh", "data_shards"):
             del content[name]
         text = json.dumps(content, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -104,7 +106,13 @@ def from_mapping(content: Any) -> TrainConfig:
         "length": fields.integer("length", given["length"], 2),
         "steps": fields.integer("steps", given["steps"], 1),
     }
-    for name, least in (("batch", 1), ("accumulation", 1), ("log", 1), ("seed", 0)):
+    for name, least in (
+        ("batch", 1),
+        ("data_shards", 1),
+        ("accumulation", 1),
+        ("log", 1),
+        ("seed", 0),
+    ):
         if name in given:
             values[name] = fields.integer(name, given[name], least)
     if "explode" in given:

@@ -39,15 +39,37 @@ def mesh_of(sizes: Mapping[str, int], batch: int, length: int) -> Mesh | None:
     return make_mesh(**shape)
 
 
-def place_batch(batch: Mapping[str, np.ndarray], mesh: Mesh | None) -> dict[str, jax.Array]:
-    """This process's rows [B, T] as global arrays: rows over data, fsdp; tokens over sequence."""
+def local_rows(mesh: Mesh | None, batch: int, length: int) -> list[int]:
+    """The rows of a batch of which this process's devices hold something."""
+    if mesh is None:
+        return list(range(batch))
+    held = _batch_sharding(mesh).addressable_devices_indices_map((batch, length))
+    return sorted({row for rows, _ in held.values() for row in range(*rows.indices(batch))})
+
+
+def place_batch(
+    batch: Mapping[str, np.ndarray], mesh: Mesh | None, rows: np.ndarray, count: int
+) -> dict[str, jax.Array]:
+    """Arrays [count, T] of which this process has the given `rows`, ascending.
+
+    Rows lie over data and fsdp, tokens over sequence.
+    """
     if mesh is None:
         return {name: jax.numpy.asarray(array) for name, array in batch.items()}
-    sharding = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "sequence"))
-    return {
-        name: jax.make_array_from_process_local_data(sharding, np.asarray(array))
-        for name, array in batch.items()
-    }
+    sharding = _batch_sharding(mesh)
+
+    def placed(array: np.ndarray) -> jax.Array:
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            wanted = np.arange(*index[0].indices(count))
+            return array[np.searchsorted(rows, wanted)][:, index[1]]
+
+        return jax.make_array_from_callback((count, *array.shape[1:]), sharding, part)
+
+    return {name: placed(np.asarray(array)) for name, array in batch.items()}
+
+
+def _batch_sharding(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "sequence"))
 
 
 def state_shardings(state: Any, axes: Any, mesh: Mesh) -> Any:

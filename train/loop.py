@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import signal
 import statistics
@@ -18,17 +17,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from kvjax import processes
 from kvjax.models.decoder import Decoder
 from train import devices
 from train.checkpoints import Checkpoints
+from train.claim import claim
 from train.config import TrainConfig
 from train.metrics import Metrics, Show, progress_line, show
 from train.optimizer import learning_rate, optimizer
 from train.recipe import Recipe
 
 _RECENT = 50  # losses that the explosion guard compares with
-CONFIG_FILE = "config.json"
 EXPORT = "export"
 
 
@@ -55,15 +56,33 @@ def train(
 ) -> TrainState:
     """Runs `config.steps` steps, or what is left of them after the newest checkpoint.
 
-    `data` is an iterator of batches with `get_state` and `set_state` (`train.data.build`). The
-    random key of a step follows from seed and step, so a resumed run equals an unbroken one.
+    `data` is an iterator over this process's `rows` of every batch, with `get_state` and
+    `set_state` (`train.data.Shards`). The random key of a step follows from seed and step, so a
+    resumed run equals an unbroken one. Several processes call this alike; the first one writes.
 
     Raises:
       ValueError: the output directory holds a run of another config.
-      Stopped: a loss that is not finite or explodes (step and batch are saved), or SIGTERM.
+      Stopped: a loss that is not finite or explodes (step and batch are saved), SIGTERM, or
+        another process that is gone.
     """
+    try:
+        return _train(config, recipe, model, data, progress)
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        first_line = str(error).partition("\n")[0]
+        raise Stopped(
+            f"process {jax.process_index()} of {jax.process_count()} lost the others "
+            f"({first_line}); start all of them again to go on from the newest checkpoint"
+        ) from error
+
+
+def _train(
+    config: TrainConfig, recipe: Recipe, model: Decoder, data: Any, progress: Show
+) -> TrainState:
     directory = Path(config.output)
-    _claim(directory, config)
+    claim(config)
+    progress = progress if processes.is_first() else _silent
     mesh = devices.mesh_of(config.mesh, config.batch, config.length)
     transform = optimizer(config.optimizer, _updates(config), config.accumulation)
     state = _initial(config, recipe, model, transform, mesh)
@@ -73,39 +92,59 @@ def train(
         data.set_state(place["data"])
         progress(f"resumed at step {latest} of {config.steps}")
     first = int(state.step)
-    metrics = Metrics(directory, first)
-    step_fn, fixed = _step(config, recipe, transform), recipe.fixed(model)
+    metrics = Metrics(directory, first) if processes.is_first() else None
+    step_fn, fixed = _step(config, recipe, transform, state, mesh), recipe.fixed(model)
     guard = _Guard(config.explode)
     tokens_per_step = config.batch * config.length
     start, counted = time.perf_counter(), first
     with _terminated() as asked_to_stop:
         for number in range(first + 1, config.steps + 1):
             batch = next(data)
-            state, values = step_fn(state, model, devices.place_batch(batch, mesh), fixed)
+            placed = devices.place_batch(batch, mesh, data.rows, config.batch)
+            state, values = step_fn(state, model, placed, fixed)
             values = {name: np.asarray(value).tolist() for name, value in values.items()}
             if (reason := guard.check(values["loss"])) is not None:
                 where = _save_batch(directory, number, batch)
-                checkpoints.close()
-                metrics.close()
+                _close(checkpoints, metrics)
                 raise Stopped(f"step {number}: {reason}; its batch is in {where}")
             if number == first + 1:  # compilation is not in the rate
                 start, counted = time.perf_counter(), number
             if number % config.log == 0 or number == config.steps:
                 spent = max(time.perf_counter() - start, 1e-9)
                 rate = (number - counted) / spent
-                metrics.write(number, {**values, "tokens_per_second": rate * tokens_per_step})
+                if metrics is not None:
+                    metrics.write(number, {**values, "tokens_per_second": rate * tokens_per_step})
                 left = (config.steps - number) / rate if rate else 0.0
                 progress(progress_line(number, config.steps, values, rate * tokens_per_step, left))
-            stopping = asked_to_stop()
+            stopping = asked_to_stop(number)
             if checkpoints.due(number) or number == config.steps or stopping:
                 checkpoints.save(number, state, data.get_state(), {"config": config.hash})
             if stopping and number < config.steps:
-                checkpoints.close()
-                metrics.close()
+                _close(checkpoints, metrics)
                 raise Stopped(f"asked to stop: saved at step {number} of {config.steps}")
-    checkpoints.close()
-    metrics.close()
+    _close(checkpoints, metrics)
     return state
+
+
+def _close(checkpoints: Checkpoints, metrics: Metrics | None) -> None:
+    checkpoints.close()
+    if metrics is not None:
+        metrics.close()
+
+
+def _silent(line: str) -> None:
+    """The progress of processes that tell nothing."""
+
+
+def one_step(config: TrainConfig, recipe: Recipe, model: Decoder, data: Any) -> dict[str, Any]:
+    """The values of a first step, of which nothing is kept: what tells that a run would work."""
+    mesh = devices.mesh_of(config.mesh, config.batch, config.length)
+    transform = optimizer(config.optimizer, _updates(config), config.accumulation)
+    state = _initial(config, recipe, model, transform, mesh)
+    placed = devices.place_batch(next(data), mesh, data.rows, config.batch)
+    step = _step(config, recipe, transform, state, mesh)
+    _, values = step(state, model, placed, recipe.fixed(model))
+    return {name: np.asarray(value).tolist() for name, value in values.items()}
 
 
 def _updates(config: TrainConfig) -> int:
@@ -133,7 +172,13 @@ def _initial(
     return jax.jit(make, out_shardings=shardings)(key)
 
 
-def _step(config: TrainConfig, recipe: Recipe, transform: optax.GradientTransformation) -> Any:
+def _step(
+    config: TrainConfig,
+    recipe: Recipe,
+    transform: optax.GradientTransformation,
+    like: TrainState,
+    mesh: Mesh | None,
+) -> Any:
     rates = learning_rate(config.optimizer, _updates(config))
 
     def step(
@@ -152,7 +197,13 @@ def _step(config: TrainConfig, recipe: Recipe, transform: optax.GradientTransfor
         }
         return TrainState(state.step + 1, params, optimizer_state), values
 
-    return jax.jit(step, donate_argnums=0)
+    if mesh is None:
+        return jax.jit(step, donate_argnums=0)
+    # Named, or the donated state is not written in place; and every process can read the values.
+    placed = jax.tree.map(lambda array: array.sharding, like)
+    return jax.jit(
+        step, donate_argnums=0, out_shardings=(placed, NamedSharding(mesh, PartitionSpec()))
+    )
 
 
 class _Guard:
@@ -175,36 +226,29 @@ class _Guard:
 
 @contextlib.contextmanager
 def _terminated() -> Iterator[Any]:
-    """Gives a function that says whether SIGTERM has come; the run then saves and leaves."""
+    """Gives a function of the step that says whether SIGTERM came; the run then saves and leaves.
+
+    One process's signal stops all of them behind the same step.
+    """
+    if jax.process_count() > 1:  # the runtime has its own handler, and tells the other processes
+        from jax.experimental import multihost_utils
+
+        yield multihost_utils.reached_preemption_sync_point
+        return
     came: list[int] = []
     try:
         before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
     except ValueError:  # not the main thread: its owner handles signals
-        yield lambda: False
+        yield lambda step: False
         return
     try:
-        yield lambda: bool(came)
+        yield lambda step: bool(came)
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 def _save_batch(directory: Path, step: int, batch: dict[str, np.ndarray]) -> Path:
-    path = directory / f"batch-of-step-{step}.npz"
+    part = f"-process-{jax.process_index()}" if jax.process_count() > 1 else ""
+    path = directory / f"batch-of-step-{step}{part}.npz"
     np.savez(path, **batch)
     return path
-
-
-def _claim(directory: Path, config: TrainConfig) -> None:
-    """Refuses a directory that holds another run; writes down what this one is."""
-    path = directory / CONFIG_FILE
-    if path.exists():
-        found = json.loads(path.read_text(encoding="utf-8")).get("config_hash")
-        if found != config.hash:
-            raise ValueError(
-                f"output {str(directory)!r} holds a run of another config ({found}, this is "
-                f"{config.hash}): choose another output, or delete it"
-            )
-        return
-    directory.mkdir(parents=True, exist_ok=True)
-    content = {"config_hash": config.hash, "config": dataclasses.asdict(config)}
-    path.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")

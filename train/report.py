@@ -10,7 +10,7 @@ from typing import Any
 
 from eval import plots
 from eval.records import write_atomically
-from train.loop import CONFIG_FILE
+from train.claim import CONFIG_FILE
 from train.metrics import METRICS_FILE, numbers, read_lines
 
 REPORT_FILE = "report.html"

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvjax.cli import eval_erasing
+from kvjax.cli import cluster, eval_erasing
 
 DESCRIPTION = """\
 Compare policies and budgets on tasks. Every policy answers the same samples from one shared
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shard",
         metavar="I/N",
-        help="run every N-th context only, from the I-th (0-based): N processes share a run",
+        help="run every N-th context only, from the I-th (0-based): N commands share a run",
     )
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument(
@@ -65,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="check the config and show what would run and about how long it takes",
     )
+    cluster.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,9 +76,14 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.list:
         return _list()
-    if args.config is not None and eval_erasing.takes(args.config):
-        return eval_erasing.run(args)
+    cluster.join(args)
     shard = _shard(args.shard)
+    if args.config is not None and eval_erasing.takes(args.config):
+        if shard[1] > 1:
+            raise ValueError(
+                f"part {shard[0]} of {shard[1]}: methods of erasing run in one process"
+            )
+        return eval_erasing.run(args)
     if args.overwrite and shard[1] > 1:
         raise ValueError(
             f"--overwrite with --shard {args.shard}: it would drop what the other parts wrote; "
@@ -103,8 +109,9 @@ def _run(config: Any, policies: Any, args: argparse.Namespace, shard: tuple[int,
     import jax
 
     import kvjax
-    from eval import engine, harness, report, tables
+    from eval import engine, harness, merge, report, tables
     from eval.progress import Printer
+    from kvjax import processes
 
     directory = Path(config.output)
     loaded = kvjax.load(config.model)
@@ -120,7 +127,10 @@ def _run(config: Any, policies: Any, args: argparse.Namespace, shard: tuple[int,
         batch=args.batch or len(jax.local_devices()),
         shard=shard,
     )
-    if shard[1] > 1:
+    processes.wait_for_all("evaluated")
+    if jax.process_count() > 1 and processes.is_first():
+        results = merge.read(directory).results  # what the others wrote too
+    if shard[1] > 1 and not (jax.process_count() > 1 and processes.is_first()):
         print(f"{directory}: part {shard[0]} of {shard[1]} is done; kvjax report merges the parts")
     else:
         paths = report.write(results, directory)
@@ -198,8 +208,15 @@ def _lengths(given: str) -> tuple[int, ...]:
 
 
 def _shard(given: str | None) -> tuple[int, int]:
+    """The part of this command: as told, or this process's of those that joined."""
+    import jax
+
     if given is None:
-        return 0, 1
+        return jax.process_index(), jax.process_count()
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"--shard={given!r}: {jax.process_count()} processes share the run already"
+        )
     match = re.fullmatch(r"(\d+)/(\d+)", given)
     if match is None or int(match[1]) >= int(match[2]):
         raise ValueError(f"--shard={given!r}: allowed: I/N with 0 <= I < N, for example 0/4")

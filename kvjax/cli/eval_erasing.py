@@ -25,6 +25,12 @@ def run(args: argparse.Namespace) -> int:
     Raises:
       ValueError, OSError: bad input, before anything is written.
     """
+    import jax
+
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"{jax.process_count()} processes: a config of erasing runs in one; give each its file"
+        )
     from eval.commit import commit
     from eval.erasing import measure, tables
     from eval.erasing import run as erasing_run

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kvjax.cli import cluster
+
 DESCRIPTION = """\
 Train a learned policy for a frozen model: what CONFIG says, with checkpoints as it goes. The same
 command resumes a run where its newest checkpoint is. At the end the module is written to
@@ -23,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="check the config and make one batch, then stop"
     )
+    cluster.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,40 +46,54 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--output={args.output!r}: allowed: a directory")
         config = dataclasses.replace(config, output=args.output)
 
-    import jax
+    cluster.join(args)
 
-    import kvjax
-    from train import data, devices
+    from kvjax import processes
     from train.loop import EXPORT, Stopped, train
-    from train.recipes import recipe_of
 
-    mesh = devices.mesh_of(config.mesh, config.batch, config.length)
-    loaded = kvjax.load(config.model, mesh=mesh)
-    if loaded.tokenizer is None:
-        raise ValueError(f"model {config.model!r} has no tokenizer: training needs one beside it")
-    processes = jax.process_count()
-    if config.batch % processes:
-        raise ValueError(f"batch={config.batch}: allowed are multiples of {processes} processes")
-    batches = data.build(
-        config.data,
-        loaded.tokenizer,
-        length=config.length,
-        batch=config.batch // processes,
-        seed=config.seed,
-        process=(jax.process_index(), processes),
-    )
-    recipe = recipe_of(config)
+    recipe, model, shards = prepared(config)
     if args.dry_run:
-        return _dry_run(config, recipe, loaded.model, next(batches))
+        return _dry_run(config, recipe, model, next(shards))
     try:
-        state = train(config, recipe, loaded.model, batches)
+        state = train(config, recipe, model, shards)
     except Stopped as stopped:
         print(f"kvjax train: {stopped}", file=sys.stderr)
         return 1
     directory = Path(config.output) / EXPORT
-    recipe.export(state.params, loaded.model, directory, facts(config))
-    print(f"{directory}: exported after {config.steps} steps")
+    params = processes.whole(state.params)
+    recipe.export(params, model, directory, facts(config))  # the first process writes
+    if processes.is_first():
+        print(f"{directory}: exported after {config.steps} steps")
+    processes.wait_for_all("exported")
     return 0
+
+
+def prepared(config: Any) -> tuple[Any, Any, Any]:
+    """Recipe, model and this process's data of a run."""
+    import kvjax
+    from train import data, devices
+    from train.claim import data_shards
+    from train.recipes import recipe_of
+
+    mesh = devices.mesh_of(config.mesh, config.batch, config.length)
+    loaded = kvjax.load(config.model, mesh=mesh)
+    tokenizer = loaded.tokenizer
+    if tokenizer is None:
+        raise ValueError(f"model {config.model!r} has no tokenizer: training needs one beside it")
+    shards = data.Shards(
+        data_shards(config),
+        config.batch,
+        devices.local_rows(mesh, config.batch, config.length),
+        lambda index, count: data.build(
+            config.data,
+            tokenizer,
+            length=config.length,
+            batch=config.batch // count,
+            seed=config.seed,
+            process=(index, count),
+        ),
+    )
+    return recipe_of(config), loaded.model, shards
 
 
 def facts(config: Any) -> dict[str, Any]:

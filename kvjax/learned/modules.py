@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -53,7 +54,12 @@ def fingerprints(model: Any) -> dict[str, str]:
 
 
 def save_module(directory: str | Path, arrays: Mapping[str, Any], card: Card) -> None:
-    """Writes both files, the card last: a directory with a card is complete."""
+    """Writes both files, the card last: a directory with a card is complete.
+
+    Of several processes the first one writes.
+    """
+    if jax.process_index() != 0:
+        return
     from safetensors.numpy import save_file
 
     directory = Path(directory)

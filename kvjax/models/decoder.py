@@ -7,6 +7,7 @@ takes back what attention made of them (`finish`); the caller decides what is at
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
@@ -278,18 +279,26 @@ class Decoder(nnx.Module):
         """
         digest = hashlib.sha256()
         digest.update(json.dumps(dataclasses.asdict(self.config), sort_keys=True).encode())
-        samples = jax.device_get(_sample(self.parameters))
+        samples = jax.device_get(_sample(self.parameters, _everywhere(self.parameters)))
         for name, sample in sorted(samples.items()):
             digest.update(name.encode())
             digest.update(sample.astype("<f4").tobytes())
         return digest.hexdigest()[:16]
 
 
-@jax.jit
-def _sample(parameters: dict[str, Array]) -> dict[str, Array]:
+def _everywhere(parameters: Mapping[str, Array]) -> NamedSharding | None:
+    """Where every process can read a result; None where the parameters lie on one device."""
+    shardings = [value.sharding for value in parameters.values()]
+    meshes = [where.mesh for where in shardings if isinstance(where, NamedSharding)]
+    return NamedSharding(meshes[0], PartitionSpec()) if meshes else None
+
+
+@functools.partial(jax.jit, static_argnames="where")
+def _sample(parameters: dict[str, Array], where: NamedSharding | None) -> dict[str, Array]:
     def strided(value: Array) -> Array:
         strides = [max(1, size // SAMPLES_PER_AXIS) for size in value.shape]
-        return value[tuple(slice(None, None, stride) for stride in strides)]
+        taken = value[tuple(slice(None, None, stride) for stride in strides)]
+        return taken if where is None else jax.lax.with_sharding_constraint(taken, where)
 
     return {name: strided(value) for name, value in parameters.items()}
 

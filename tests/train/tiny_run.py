@@ -29,6 +29,7 @@ class Batches:
 
     def __init__(self, vocabulary: int = 97, delay: float = 0.0):
         self.vocabulary, self.made, self.delay = vocabulary, 0, delay
+        self.rows = np.arange(BATCH)
 
     def __next__(self) -> dict[str, np.ndarray]:
         time.sleep(self.delay)
@@ -81,7 +82,7 @@ def losses(output: str) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in read_lines(Path(output) / METRICS_FILE)}
 
 
-def run(output: str, steps: int, mesh: Any = None, delay: float = 0.0) -> Any:
+def run(output: str, steps: int, mesh: Any = None, delay: float = 0.0, data: Any = None) -> Any:
     import jax
 
     import kvjax
@@ -92,6 +93,7 @@ def run(output: str, steps: int, mesh: Any = None, delay: float = 0.0) -> Any:
     from train.recipes import recipe_of
 
     settings = config(output, steps, **({"mesh": mesh} if mesh else {}))
+    data = Batches(delay=delay) if data is None else data
     model = tiny.model(num_layers=2)
     laid = devices.mesh_of(settings.mesh, BATCH, LENGTH)
     if laid is not None:
@@ -103,7 +105,7 @@ def run(output: str, steps: int, mesh: Any = None, delay: float = 0.0) -> Any:
                 for name, where in shardings.items()
             },
         )
-    return train(settings, recipe_of(settings), model, Batches(delay=delay), lambda line: None)
+    return train(settings, recipe_of(settings), model, data, lambda line: None)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from train.data.config import (
     read,
 )
 from train.data.pipeline import Batch, Batches, build, open_source
+from train.data.shards import Shards
 
 __all__ = [
     # What to read
@@ -26,6 +27,7 @@ __all__ = [
     # Reading it
     "Batch",
     "Batches",
+    "Shards",
     "build",
     "open_source",
 ]

@@ -1,0 +1,23 @@
+#!/bin/sh
+#SBATCH --job-name=kvjax
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-task=1
+#SBATCH --requeue
+#SBATCH --signal=TERM@120
+# Training on GPUs under SLURM, one process per GPU:
+#
+#   sbatch launch/slurm.sh CONFIG OUTPUT
+#
+# OUTPUT is on a file system that all nodes share. VENV names the environment, by default .venv of
+# the directory from which it is submitted. The processes find each other by SLURM's variables.
+# Two minutes before its time is over the run saves; requeued, it resumes.
+set -eu
+
+if [ $# -ne 2 ]; then
+    printf 'launch/slurm.sh: %s arguments; needed are CONFIG OUTPUT\n' "$#" >&2
+    exit 2
+fi
+kvjax=${VENV:-$SLURM_SUBMIT_DIR/.venv}/bin/kvjax
+srun "$kvjax" doctor "$1" --output "$2"
+exec srun "$kvjax" train "$1" --output "$2"
