@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import tempfile
 from pathlib import Path
 
 # Before JAX starts: the tests define results on the CPU, whatever else the machine has.
@@ -28,6 +29,21 @@ MANY_MAPPINGS = 16_000
 collect_ignore = ["aot"]  # runs in environments of its own: make test-aot
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One cache of compiled programs for this run: its workers and the programs they start.
+
+    Half of the time went into compiling what another process had compiled already.
+    """
+    if hasattr(config, "workerinput") or "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    cache = tempfile.TemporaryDirectory(prefix="kvjax-tests-", ignore_cleanup_errors=True)
+    config.add_cleanup(cache.cleanup)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = cache.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+    jax.config.update("jax_compilation_cache_dir", cache.name)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 @pytest.fixture(autouse=True, scope="module")
