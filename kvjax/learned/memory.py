@@ -143,7 +143,9 @@ def init_memory(
 ) -> Parameters:
     """Float32 parameters: phi and the gate's first layer from N(0, 1 / fan in), biases 0.
 
-    The gate's last layer starts at weights 0 and bias -2, so that g = 0.12 for every query.
+    The gate's last layer starts at weights 0 and bias -2, so that g = 0.12 for every query. Under
+    "lse" its bias is -8: it is weighed against the log mass of all kept entries, and at -2 the
+    memory would take most of the attention before it has learned anything.
     """
     arrays = {}
     shapes = config.shapes(num_heads, num_kv_heads, head_dim)
@@ -152,7 +154,8 @@ def init_memory(
             drawn = jax.random.normal(jax.random.fold_in(key, index), (num_layers, *shape))
             arrays[name] = drawn / math.sqrt(shape[-2])
         else:
-            fill = -2.0 if name == "gate_b2" else 0.0
+            closed = -8.0 if config.combine == "lse" else -2.0
+            fill = closed if name == "gate_b2" else 0.0
             arrays[name] = jnp.full((num_layers, *shape), fill, jnp.float32)
     return arrays
 
