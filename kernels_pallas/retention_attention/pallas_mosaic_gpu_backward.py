@@ -28,7 +28,6 @@ from kernels_pallas.retention_attention.wgmma import (
     accumulate,
     along_columns,
     along_rows,
-    column_numbers,
     drain,
     filled,
     iota,
@@ -58,7 +57,10 @@ def backward(
     offset = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     # Rows that see nothing have -inf in their logits too, whose difference would be NaN.
     lse = jnp.maximum(lse, -1e30) * LOG2E
-    rows = jnp.stack([lse, offset], axis=2)  # [B, H, 2, T]
+    # Numbers made from integers are slow, and registers scarce: a token's place in its block too.
+    place = (jnp.arange(lse.shape[2]) % _STEP).astype(jnp.float32)
+    place = jnp.broadcast_to(place[None, None], lse.shape)
+    rows = jnp.stack([lse, -offset, place], axis=2)  # [B, H, 3, T]
     tensors = (queries, d_out, rows, keys, values)
     d_queries = _queries(scale, tensors, decay_columns(log_beta, _STEP), segments, window)
     d_keys, d_values, d_log_beta = _keys(scale, tensors, log_beta, segments, window)
@@ -82,7 +84,7 @@ def _queries(
         functools.partial(_queries_kernel, scale=scale),
         out_type=jax.ShapeDtypeStruct(queries.shape, queries.dtype),
         scratch_types=(
-            (own, own, plgpu.SMEM((2, 2, ROWS), jnp.float32), plgpu.SMEM((2, ROWS), jnp.int32)),
+            (own, own, plgpu.SMEM((2, 3, ROWS), jnp.float32), plgpu.SMEM((2, ROWS), jnp.int32)),
             (
                 other,
                 other,
@@ -165,7 +167,7 @@ def _queries_kernel(
             )
             weights = jnp.exp2(found - along_rows(lse, found.shape))
             d_weights = product(d_out_smem, values_smem.at[slot].transpose((1, 0)))
-            d_logits = weights * (d_weights - along_rows(offset, found.shape))
+            d_logits = weights * (d_weights + along_rows(offset, found.shape))
             (total,) = accumulate((total, d_logits.astype(queries.dtype), k))
             plgpu.barrier_arrive(free.at[slot])
             return total
@@ -222,7 +224,7 @@ def _keys(
             (
                 other,
                 other,
-                plgpu.SMEM((_STAGES, 2, _STEP), jnp.float32),
+                plgpu.SMEM((_STAGES, 3, _STEP), jnp.float32),
                 plgpu.SMEM((_STAGES, _STEP), jnp.int32),
             ),
             plgpu.Barrier(num_arrivals=4, num_barriers=2),
@@ -285,42 +287,46 @@ def _keys_kernel(
         plgpu.copy_gmem_to_smem(decays.at[batch, head, mine], decays_smem, arrived)
         plgpu.copy_gmem_to_smem(segments.at[batch, mine], held_smem, arrived)
         plgpu.barrier_wait(arrived)
-        full_first, full_last = ranges[at + 1], ranges[at + 2]
-        seen_window = window[0]
-        decay = plgpu.load(decays_smem, layout=BY_ROW)
 
         def visit(step: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             sum_keys, sum_values, sum_decays = carry
             slot = lax.rem(step, jnp.int32(_STAGES))
-            index = first + lax.rem(step, count)
+            index = first + lax.div(step, jnp.int32(group))
             plgpu.barrier_wait(here.at[slot])
             q, d_o = q_smem.at[slot], d_out_smem.at[slot]
             offset = index * _STEP - start
-            age = column_numbers(shape) + (offset - iota(shape, 0)).astype(jnp.float32)
-            products, d_weights = accumulate(
-                (None, k_smem, q.transpose((1, 0))), (None, v_smem, d_o.transpose((1, 0)))
-            )
-            found = products * (scale * LOG2E) + age * along_rows(decay, shape)
+
+            def of_queries(which: int) -> Array:
+                memory = rows_smem.at[slot, which]
+                return along_columns(plgpu.load(memory, layout=BY_COLUMN), shape)
+
+            def age() -> Array:
+                # Read anew where it is used: there are no registers to keep it in.
+                return of_queries(2) + (offset - iota(shape, 0)).astype(jnp.float32)
+
+            found = product(k_smem, q.transpose((1, 0))) * (scale * LOG2E)
+            decay = along_rows(plgpu.load(decays_smem, layout=BY_ROW), shape)
+            found = found + age() * decay
 
             def masked(found: Array) -> Array:
-                ages = iota(shape, 1) + offset - iota(shape, 0)
+                ages = age()
                 held = along_rows(plgpu.load(held_smem, layout=BY_ROW), shape)
                 asking = plgpu.load(segments_smem.at[slot], layout=BY_COLUMN)
                 same = (along_columns(asking, shape) == held) & (held >= 0)
-                seen = same & (ages >= 0) & (ages < seen_window)
+                seen = same & (ages >= 0) & (ages < window[0].astype(jnp.float32))
                 return jnp.where(seen, found, -jnp.inf)
 
-            full = (index >= full_first) & (index < full_last)
+            full = (index >= ranges[at + 1]) & (index < ranges[at + 2])
             found = lax.cond(full, lambda found: found, masked, found)
-            lse = plgpu.load(rows_smem.at[slot, 0], layout=BY_COLUMN)
-            weights = jnp.exp2(found - along_columns(lse, shape))
-            shift = plgpu.load(rows_smem.at[slot, 1], layout=BY_COLUMN)
-            d_logits = weights * (d_weights - along_columns(shift, shape))
-            sum_decays = sum_decays + (d_logits * age).sum(axis=1)
-            sum_values, sum_keys = accumulate(
+            weights = jnp.exp2(found - of_queries(0))
+            # The product starts at what would be subtracted from it.
+            sum_values, d_weights = accumulate(
                 (sum_values, weights.astype(keys.dtype), d_o),
-                (sum_keys, d_logits.astype(keys.dtype), q),
+                (of_queries(1), v_smem, d_o.transpose((1, 0))),
             )
+            d_logits = weights * d_weights
+            sum_decays = sum_decays + (d_logits * age()).sum(axis=1)
+            (sum_keys,) = accumulate((sum_keys, d_logits.astype(keys.dtype), q))
             plgpu.barrier_arrive(free.at[slot])
             return sum_keys, sum_values, sum_decays
 
@@ -346,8 +352,8 @@ def _keys_kernel(
         @pl.loop(0, count * group)
         def ahead(step: Array) -> None:
             slot = lax.rem(step, jnp.int32(_STAGES))
-            asking = head * group + lax.div(step, count)
-            some = pl.ds((first + lax.rem(step, count)) * _STEP, _STEP)
+            asking = head * group + lax.rem(step, jnp.int32(group))
+            some = pl.ds((first + lax.div(step, jnp.int32(group))) * _STEP, _STEP)
             pl.when(step >= _STAGES)(lambda: plgpu.barrier_wait(free.at[slot]))
             for source, target in (
                 (queries.at[batch, asking, some], q_smem),

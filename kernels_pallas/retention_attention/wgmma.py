@@ -73,15 +73,6 @@ def iota(shape: tuple[int, ...], axis: int) -> Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE)
 
 
-def column_numbers(shape: tuple[int, ...]) -> Array:
-    """0, 1, ... of every row as float32, without conversions from integers, which are slow.
-
-    With the bits of 2^23 before it an integer is the float32 2^23 larger.
-    """
-    bits = iota(shape, 1) + jnp.int32(0x4B000000)
-    return lax.bitcast_convert_type(bits, jnp.float32) - jnp.float32(2**23)
-
-
 def drain(steps: Array, stages: int, free: Any) -> None:
     """Waits until the last tiles are used: a block leaves no barrier behind that may yet turn."""
 
