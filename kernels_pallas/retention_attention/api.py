@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas.attention.mask import NO_WINDOW
 from kernels_pallas.dispatch import Operation
 
-type Implementation = Literal["reference", "blockwise", "mosaic_tpu", "mosaic_gpu"]
+type RetentionImplementation = Literal["reference", "blockwise", "mosaic_tpu", "mosaic_gpu"]
 
 _IMPLEMENTATIONS = ("reference", "blockwise", "mosaic_tpu", "mosaic_gpu")
 _RETENTION = Operation(
@@ -29,7 +29,7 @@ def retention_attention(
     segments: Int[Array, "B T"],
     *,
     window: int | Int[Array, ""] | None = None,
-    implementation: Implementation | None = None,
+    implementation: RetentionImplementation | None = None,
 ) -> Float[Array, "B H T D"]:
     """Causal attention in which key j counts beta_j^(i - j) at query i: the gates' training form.
 
@@ -83,7 +83,7 @@ def segment_attention(
     segments: Int[Array, "B T"],
     *,
     window: int | Int[Array, ""] | None = None,
-    implementation: Implementation | None = None,
+    implementation: RetentionImplementation | None = None,
 ) -> tuple[Float[Array, "B H T D"], Float[Array, "B H T"]]:
     """Plain causal attention within documents, and its float32 log-sum-exp: a frozen model's.
 

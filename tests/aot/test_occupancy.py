@@ -37,15 +37,11 @@ def test_value_and_gradient_need_linear_memory(compile_for, batch):
         for length in (16384, 131072)
     )
     assert dispatch.choices()["occupancy"].implementation == "blockwise"
-    tile = batch * HEADS * 128 * 128 * 4
-    line = batch * HEADS * 131072 * 4
-    assert short <= long < 16 * line + 8 * tile
-    assert long < 131072 * 131072 * 4 / 16  # far from all pairs of even one head
+    # Some arrays like log_beta: no tile of pairs is in memory, let alone all of them.
+    assert short <= long < 4 * batch * HEADS * 131072 * 4
 
 
 def test_samples_need_memory_linear_in_length_and_samples(compile_for):
     program = compile_for(sampled, *specs(131072, 1024))
     assert dispatch.choices()["occupancy_at"].implementation == "blockwise"
-    line, tile = HEADS * (131072 + 1024) * 4, HEADS * 128 * 128 * 4
-    assert program.temporary_bytes < 16 * line + 8 * tile
-    assert program.temporary_bytes < HEADS * 131072 * 1024 * 4 / 16
+    assert program.temporary_bytes < 4 * HEADS * (131072 + 1024) * 4
