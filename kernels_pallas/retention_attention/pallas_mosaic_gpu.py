@@ -86,6 +86,7 @@ def _padded(
     window: int | Array,
 ) -> tuple[Array, ...]:
     """Whole blocks of tokens, and head sizes that a swizzle divides (80 becomes 96)."""
+    tiles.refuse_partitioning()
     if queries.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(
             f"queries are {queries.dtype}: tensor cores read values, which are not transposed, "
@@ -330,7 +331,7 @@ def _attend_forward(scale: float, *inputs: Any) -> tuple[Array, tuple[Any, ...]]
 def _attend_backward(scale: float, saved: tuple[Any, ...], d_out: Array) -> tuple[Any, ...]:
     from kernels_pallas.retention_attention import pallas_mosaic_gpu_backward
 
-    return (*pallas_mosaic_gpu_backward.backward(scale, *saved, d_out), None, None)
+    return (*pallas_mosaic_gpu_backward.backward(scale, *saved, d_out=d_out), None, None)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -72,6 +72,11 @@ def _padded(
     window: int | Array,
 ) -> tuple[Array, ...]:
     """Whole blocks of tokens, queries as [B, K, G, T, D]."""
+    tiles.refuse_partitioning()
+    if queries.dtype not in (jnp.bfloat16, jnp.float32):
+        raise NotImplementedError(
+            f"queries are {queries.dtype}: the matrix unit takes bfloat16 and float32"
+        )
     if queries.shape[1] // keys.shape[1] > 32:
         raise NotImplementedError(
             f"{queries.shape[1] // keys.shape[1]} query heads per KV head: allowed are up to 32"
@@ -303,7 +308,7 @@ def _attend_forward(*inputs: Any) -> tuple[Array, tuple[Any, ...]]:
 def _attend_backward(saved: tuple[Any, ...], d_out: Array) -> tuple[Any, ...]:
     from kernels_pallas.retention_attention import pallas_mosaic_tpu_backward
 
-    return (*pallas_mosaic_tpu_backward.backward(*saved, d_out), None, None)
+    return (*pallas_mosaic_tpu_backward.backward(*saved, d_out=d_out), None, None)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

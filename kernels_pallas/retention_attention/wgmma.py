@@ -20,7 +20,8 @@ BY_ROW, BY_COLUMN = TILE.reduce(1), TILE.reduce(0)
 def transforms(size: int) -> tuple[Any, ...]:
     """How rows of `size` 16-bit numbers lie in shared memory for TMA and wgmma."""
     swizzle = 128 if size % 64 == 0 else 64
-    return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
+    pallas: Any = plgpu  # whose annotations make these classes abstract
+    return pallas.TilingTransform((8, swizzle // 2)), pallas.SwizzleTransform(swizzle)
 
 
 def accumulate(*products: tuple[Array | None, Any, Any]) -> tuple[Array, ...]:

@@ -36,6 +36,14 @@ def nbytes(*specs):
     return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
 
 
+def copies(shape: Shape) -> int:
+    """Queries and keys of 128 lanes: at a TPU program's door XLA packs smaller heads otherwise."""
+    if PLATFORM == "gpu" or shape.size % 128 == 0:
+        return 0
+    specs = Shape(**{**vars(shape), "size": 128}).specs()
+    return nbytes(specs["queries"], specs["keys"])
+
+
 def kernel_serves(shape: Shape) -> bool:
     return PLATFORM == "tpu" or shape.dtype == "bfloat16"
 
@@ -59,17 +67,18 @@ def test_forward_needs_little_beside_its_arguments(compile_for, name):
     if kernel_serves(shape):
         assert program.text.count(CALL)
         assert program.spilled_bytes == 0
-        assert program.temporary_bytes < nbytes(specs["keys"]) + 2**20
+        assert program.temporary_bytes < nbytes(specs["keys"]) + copies(shape) + 2**20
 
 
 @pytest.mark.parametrize("name", ["llama-8b-32k", "smollm2-135m-2k"])
 def test_plain_attention_needs_little_beside_its_arguments(compile_for, name):
-    specs = SHAPES[name].specs()
+    shape = SHAPES[name]
+    specs = shape.specs()
     program = compile_for(plain, specs)
-    chosen("segment_attention", SHAPES[name])
+    chosen("segment_attention", shape)
     assert program.text.count(CALL)
     assert program.spilled_bytes == 0
-    assert program.temporary_bytes < nbytes(specs["keys"]) + 2**20
+    assert program.temporary_bytes < nbytes(specs["keys"]) + copies(shape) + 2**20
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
@@ -85,7 +94,7 @@ def test_gradients_need_linear_memory(compile_for, name):
     assert program.text.count(CALL) >= 3
     # Of the key side's 240 registers 160 hold sums and weights at D = 128: two spill.
     assert program.spilled_bytes <= (16 if shape.size > 64 else 0)
-    assert program.temporary_bytes < 1.5 * nbytes(specs["queries"]) + 2**20
+    assert program.temporary_bytes < 1.5 * nbytes(specs["queries"]) + copies(shape) + 2**20
 
 
 @pytest.mark.parametrize(
