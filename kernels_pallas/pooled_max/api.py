@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,8 @@ from kernels_pallas.dispatch import Operation
 from kernels_pallas.pooled_max.pairs import Activation, Reduce, Rule, Tensors, chosen_scores
 from kernels_pallas.retention_attention.segments import Tokens
 
-type Implementation = Literal["reference", "blockwise", "mosaic_tpu", "mosaic_gpu"]
+# Not a `type` statement: beartype takes aliases of one name, of whatever module, for one type.
+Implementation = Literal["reference", "blockwise", "mosaic_tpu", "mosaic_gpu"]
 
 _OPERATION = Operation(
     "pooled_max",
@@ -105,9 +106,7 @@ def _pooled(
     asking: Tokens,
     held: Tokens,
 ) -> tuple[Float[Array, "B S"], Int[Array, "B S"]]:
-    return _OPERATION(
-        rule, tensors, asking, held, implementation=implementation, portable=portable
-    )
+    return _OPERATION(rule, tensors, asking, held, implementation=implementation, portable=portable)
 
 
 def _forward(
@@ -127,7 +126,7 @@ def _backward(
     implementation: Implementation | None,
     portable: Implementation,
     saved: tuple[Tensors, Array],
-    gradients: tuple[Float[Array, "B S"], Array],
+    gradients: tuple[Float[Array, "B S"], Any],  # integers have none
 ) -> tuple[Tensors, None, None]:
     del implementation, portable
     tensors, query = saved

@@ -166,7 +166,8 @@ def pooled_max(
             pad_to(jnp.stack(held, axis=1), 8, 1),
             *numbers,
         )
-    return join(largest.reshape(batch, share, -1)[..., :slots], query.reshape(batch, share, -1)[..., :slots])
+    parts = (batch, share, -1)
+    return join(largest.reshape(parts)[..., :slots], query.reshape(parts)[..., :slots])
 
 
 def _kernel(
@@ -239,18 +240,18 @@ def _kernel(
 
     @pl.when((i == pl.num_programs(2) - 1) & (h == pl.num_programs(3) - 1))
     def _look_along_lanes() -> None:
-        largest, found = best_ref[:, :_LANES], block_ref[:, :_LANES]
-        lane = lax.broadcasted_iota(jnp.int32, largest.shape, 1)
-        found = found * queries + lane
-        for start in range(_LANES, queries, _LANES):
-            other = best_ref[:, start : start + _LANES]
-            its = block_ref[:, start : start + _LANES] * queries + lane + start
-            better = (other > largest) | ((other == largest) & (its < found))
-            largest, found = jnp.where(better, other, largest), jnp.where(better, its, found)
-        largest, found = largest.T, found.T
+        best, blocks = best_ref[...], block_ref[...]
+        found = blocks * queries + lax.broadcasted_iota(jnp.int32, best.shape, 1)
+        parts = [slice(start, start + _LANES) for start in range(0, queries, _LANES)]
+        largest, first = best[:, parts[0]], found[:, parts[0]]
+        for part in parts[1:]:
+            other, its = best[:, part], found[:, part]
+            better = (other > largest) | ((other == largest) & (its < first))
+            largest, first = jnp.where(better, other, largest), jnp.where(better, its, first)
+        largest, first = largest.T, first.T
         top = jnp.max(largest, axis=0, keepdims=True)
         largest_ref[0] = top
-        found_ref[0] = jnp.min(jnp.where(largest == top, found, NOBODY), axis=0, keepdims=True)
+        found_ref[0] = jnp.min(jnp.where(largest == top, first, NOBODY), axis=0, keepdims=True)
 
 
 def _upright(row: Any, head: Any, token: Any) -> tuple[Any, ...]:

@@ -31,7 +31,6 @@ def compiled(compile_for, shape: Shape, near: int = 8):
     assert dispatch.choices()["pooled_max"].implementation == dispatch.KERNELS[PLATFORM]
     assert CALL in program.text
     assert program.spilled_bytes == 0
-    print(shape, program.temporary_bytes, program.registers)
     return program
 
 
@@ -40,8 +39,7 @@ def test_every_shape_in_use_compiles_in_linear_memory(compile_for, name):
     shape = SHAPES[name]
     program = compiled(compile_for, shape)
     operands = sum(
-        math.prod(spec.shape) * spec.dtype.itemsize
-        for spec in jax.tree.leaves(shape.specs())
+        math.prod(spec.shape) * spec.dtype.itemsize for spec in jax.tree.leaves(shape.specs())
     )
     assert program.temporary_bytes < 1.5 * operands + 2**20
 
