@@ -137,7 +137,8 @@ def test_gradients_are_those_of_the_reference(platform):
             near=2,
             implementation=implementation,
         )
-        return jnp.sum(jnp.where(largest > -jnp.inf, jnp.sin(largest), 0.0))
+        ramp = jnp.linspace(-1.0, 1.0, largest.shape[1], dtype=jnp.float32)[None]
+        return jnp.sum(jnp.where(largest > -jnp.inf, largest * ramp, 0.0))
 
     found = jax.jit(jax.grad(loss), static_argnums=1)(tensors, f"mosaic_{platform}")
     wanted = jax.grad(loss)(tensors, "reference")
@@ -155,8 +156,9 @@ def test_ranges_hold_every_pair_that_is_seen_and_skip_the_rest(near):
     for row, block in np.ndindex(*first.shape):
         needed = np.flatnonzero(seen[row, :, block])
         if needed.size:
-            assert (first[row, block], last[row, block]) == (needed[0], needed[-1] + 1)
-    assert (last - first).sum() < 0.5 * seen[:, :, :].size
+            assert first[row, block] <= needed[0] and needed[-1] < last[row, block]
+    assert (last - first).sum() < 0.5 * seen.size
+    assert ((last - first)[1] == 0).all()
 
 
 @pytest.mark.parametrize("platform", KERNELS)
