@@ -28,7 +28,7 @@ print(f"{devices[0].device_kind}, jax {jax.__version__}")
 PY
 
 status=0
-timeout 150 "$python" -m pytest -p no:cacheprovider --confcutdir=tests/device tests/device -q \
+timeout 150 "$python" -m pytest -p no:cacheprovider --confcutdir=tests/device tests/device -q -rs \
     --durations=5 2>&1 | tee "$out/device_tests.txt" || status=$?
 # The table is of use also where a kernel is wrong.
 timeout 150 "$python" -m benchmarks.kernels --seconds 90 --out "$out" || status=$?

@@ -16,9 +16,10 @@ from benchmarks.kernel_cases import Case, Size
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Operation:
-    """An operation's sizes by name, how a size becomes a case, and its portable implementations.
+    """An operation's sizes by name, how a size becomes a case, and its implementations.
 
-    `small` is for tests on a CPU; `checks` are compared with the reference on a device.
+    `small` is for tests on a CPU; `checks` are compared with the reference on a device. `portable`
+    starts with the reference; without `kernels` the last of them is what runs everywhere.
     """
 
     function: str  # module:name
@@ -27,6 +28,12 @@ class Operation:
     checks: Mapping[str, Any]
     case: Callable[[Callable[..., Any], Any], Case]
     portable: tuple[str, ...]
+    kernels: bool = True
+
+    def implementations(self, platform: str) -> tuple[str, ...]:
+        """All that can run on a platform: "cpu", "gpu" or "tpu"."""
+        kernel = f"mosaic_{platform}" if self.kernels and platform in ("gpu", "tpu") else None
+        return self.portable if kernel is None else (*self.portable, kernel)
 
     def load(self) -> Callable[..., Any] | None:
         """The function; None where this version does not have it."""
@@ -132,6 +139,7 @@ OPERATIONS = {
         checks=ODD,
         case=cases.column_attention,
         portable=("reference", "blockwise"),
+        kernels=False,
     ),
     "pooled_max": Operation(
         function="kernels_pallas.pooled_max:pooled_max",
@@ -212,5 +220,6 @@ OPERATIONS = {
         checks=ODD,
         case=cases.occupancy,
         portable=("reference", "blockwise"),
+        kernels=False,
     ),
 }

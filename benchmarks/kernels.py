@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -33,8 +34,6 @@ from benchmarks.kernel_cases import Case
 from benchmarks.kernel_operations import OPERATIONS, Operation
 
 ROOT = Path(__file__).resolve().parents[1]
-KERNELS = {"gpu": ("mosaic_gpu",), "tpu": ("mosaic_tpu",)}
-
 # By device kind: bytes and bfloat16 FLOPs per second, and bytes of memory.
 DATA_SHEETS = {
     "NVIDIA H200": (4.8e12, 989e12, 141e9),
@@ -133,7 +132,7 @@ def measure(
     arguments = jax.block_until_ready(jax.jit(case.make)(jax.random.key(0)))
     rows: dict[str, Row] = {}
     ready: dict[str, Callable[[], float]] = {}
-    for implementation in (*operation.portable, *KERNELS.get(jax.default_backend(), ())):
+    for implementation in operation.implementations(jax.default_backend()):
         row = Row(
             operation=name,
             size=size,
@@ -143,13 +142,11 @@ def measure(
             flops=case.flops,
         )
         try:
-            program, temporary = compiled(case, implementation, arguments)
+            program, temporary = compiled(case, implementation, arguments, 0.9 * machine.memory)
             row = dataclasses.replace(row, temporary_bytes=temporary)
-            needed = temporary + 2 * nbytes(arguments)
-            if needed > 0.9 * machine.memory:
-                row = dataclasses.replace(row, note=f"needs {needed / 1e9:.1f} GB: not run")
-            else:
-                ready[implementation] = timer(case, program, arguments)
+            ready[implementation] = timer(case, program, arguments)
+        except DoesNotFit as reason:
+            row = dataclasses.replace(row, note=str(reason))
         except Exception as refused:
             # A table says what went wrong in one place and goes on with the others.
             first = (str(refused).splitlines() or [""])[0]
@@ -161,16 +158,44 @@ def measure(
     return list(rows.values())
 
 
-def compiled(case: Case, implementation: str, arguments: tuple[Any, ...]) -> tuple[Any, int]:
+class DoesNotFit(Exception):
+    """A program needs more memory than there is."""
+
+
+def compiled(
+    case: Case, implementation: str, arguments: tuple[Any, ...], memory: float
+) -> tuple[Any, int]:
     """The program, and the bytes that it needs beside arguments and results."""
 
     def call(*arguments: Any) -> Any:
         return case.call(*arguments, implementation=implementation)
 
-    program = jax.jit(call, donate_argnums=(0,) if case.replaces else ())
-    program = program.lower(*arguments).compile()
-    memory = program.memory_analysis()
-    return program, 0 if memory is None else memory.temp_size_in_bytes
+    program = jax.jit(call, donate_argnums=(0,) if case.replaces else ()).trace(*arguments)
+    # Before the compiler, which may try out products of that size.
+    if (array := largest(program.jaxpr.jaxpr)) > memory:
+        raise DoesNotFit(f"has an array of {array / 1e9:.1f} GB: not run")
+    compiled = program.lower().compile()
+    used = compiled.memory_analysis()
+    temporary = 0 if used is None else used.temp_size_in_bytes
+    if (needed := temporary + 2 * nbytes(arguments)) > memory:
+        raise DoesNotFit(f"needs {needed / 1e9:.1f} GB: not run")
+    return compiled, temporary
+
+
+def largest(jaxpr: Any) -> int:
+    """Bytes of the largest array that a program names."""
+    found = 0
+    for equation in jaxpr.eqns:
+        for variable in equation.outvars:
+            size = math.prod(getattr(variable.aval, "shape", ()))
+            found = max(found, size * getattr(getattr(variable.aval, "dtype", None), "itemsize", 0))
+        for value in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                found = max(found, largest(inner))
+    return found
 
 
 def timer(case: Case, program: Any, arguments: tuple[Any, ...]) -> Callable[[], float]:

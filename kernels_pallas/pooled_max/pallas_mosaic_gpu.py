@@ -73,7 +73,10 @@ def pooled_max(
     ]
     streamed = group < heads  # keys with their queries, as a tile needs those of several KV heads
     swizzle = plgpu.find_swizzle(size * 16)
-    transforms = (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
+    # (mypy takes the stubs in the transforms' base class for abstract methods.)
+    tiling: Any = plgpu.TilingTransform
+    swizzling: Any = plgpu.SwizzleTransform
+    transforms = (tiling((8, swizzle // 2)), swizzling(swizzle))
 
     def shared(copies: int, tokens: int) -> list[Any]:
         shape = (copies, tokens, size)

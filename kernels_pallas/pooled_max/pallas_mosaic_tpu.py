@@ -185,10 +185,10 @@ def _kernel(
     upright: bool,
     precision: lax.Precision,
 ) -> None:
-    refs = list(refs)
-    weight_ref = refs.pop(0) if weighted else None
-    offset_ref = refs.pop(0) if offset else None
-    largest_ref, found_ref, held_columns, total_ref, best_ref, block_ref = refs
+    numbers = list(refs[:-6])
+    weight_ref = numbers.pop(0) if weighted else None
+    offset_ref = numbers.pop(0) if offset else None
+    largest_ref, found_ref, held_columns, total_ref, best_ref, block_ref = refs[-6:]
     row, j, i, h = (pl.program_id(axis) for axis in range(4))
     at = row // share * pl.num_programs(1) + j
     block = first_ref[at] + i

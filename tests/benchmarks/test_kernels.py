@@ -96,9 +96,10 @@ def test_forms_are_timed_in_turn_and_what_is_refused_is_told(monkeypatch, replac
 
 
 def test_what_does_not_fit_is_not_run():
-    machine = dataclasses.replace(MACHINE, memory=2**12)
-    rows, _ = measured(None, machine)
-    assert rows[0].seconds == [] and "not run" in rows[0].note
+    for memory, why in ((2**11, "has an array of"), (2**13, "needs")):
+        rows, _ = measured(None, dataclasses.replace(MACHINE, memory=memory))
+        assert rows[0].seconds == [] and rows[0].note.startswith(why)
+        assert rows[0].note.endswith("not run")
 
 
 def test_a_small_run_writes_a_table_and_numbers(tmp_path, monkeypatch, capsys):

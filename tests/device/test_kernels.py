@@ -27,7 +27,10 @@ def test_kernel_equals_reference(name, size):
     # The definition's float32 products are not to be tf32; kernels say what theirs are.
     with jax.default_matmul_precision("highest"):
         wanted = run("reference")
-    found = run(f"mosaic_{PLATFORM}")
+    try:
+        found = run(operation.implementations(PLATFORM)[-1])
+    except NotImplementedError as declined:
+        pytest.skip(f"declined: {declined}")
     if case.agree is None:
         close(found, wanted)
     else:
