@@ -32,6 +32,7 @@ from kernels_pallas.retention_attention.segments import Tokens
 
 _LANES = 128
 _QUERY_BYTES = 2**20  # of one step's queries
+_VECTOR_BYTES = 4 * 2**20  # of queries and keys, two buffers each, beside 8 MiB of tiles
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,12 @@ def pooled_max(
     most = max(_QUERY_BYTES // per_head, 1)
     together = max(n for n in range(1, group + 1) if group % n == 0 and n <= most)
     head_steps = heads // together
+    vectors_bytes = 2 * (together * per_head + blocks.keys * size * dtype.itemsize)
+    if vectors_bytes > _VECTOR_BYTES:
+        raise NotImplementedError(
+            f"{vectors_bytes} bytes of queries and keys of size {size} at a time: allowed are "
+            f"{_VECTOR_BYTES}"
+        )
 
     def asked(row: Array, j: Array, i: Array, first: Any, last: Any) -> Array:
         """The block of queries of a step; steps behind the last one stay there: no new copy."""

@@ -54,6 +54,7 @@ def test_every_shape_in_use_compiles_in_linear_memory(compile_for, name):
         (64, 1, 128, "float32", "sum"),
         (8, 8, 80, "float32", "max"),
         (6, 2, 64, "float32", "sum"),
+        (2, 1, 256, "bfloat16", "max"),
     ],
 )
 def test_head_sizes_groups_and_odd_lengths_compile(

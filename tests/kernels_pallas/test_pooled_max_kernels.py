@@ -168,7 +168,8 @@ def test_other_numbers_are_declined_with_what_is_served(platform):
         KERNELS[platform](TEACHER, *case)
 
 
-def test_a_head_too_large_for_shared_memory_is_declined():
-    case = a_case(1, 1, 1024, jnp.float32, **packed())
-    with pytest.raises(NotImplementedError, match="at most"):
-        KERNELS["gpu"](TEACHER, *case)
+@pytest.mark.parametrize("platform", KERNELS)
+def test_heads_that_fast_memory_does_not_hold_are_declined(platform):
+    case = a_case(1, 1, 4096, jnp.float32, **packed())
+    with pytest.raises(NotImplementedError, match=r"bytes.*(are served|allowed are)"):
+        KERNELS[platform](TEACHER, *case)
