@@ -19,7 +19,6 @@ lo hi: relative error 2^-16 (wgmma's own float32 rounds to tf32 and does not tak
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -32,13 +31,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import lowering
-from kernels_pallas.attention.blocks import pad_to
 from kernels_pallas.attention.mask import NO_WINDOW
-from kernels_pallas.ragged_decode import partials, reference, rows
+from kernels_pallas.ragged_decode import partials, rows
+from kernels_pallas.ragged_decode.mosaic_gpu_cache import BLOCK, Cache, padded, paged
+from kernels_pallas.ragged_decode.mosaic_gpu_shared import ROWS, Shared
 
-_ROWS = 64  # of one wgmma
-_BLOCK = 64  # slots
-_SHARED_BYTES = 227 * 1024  # of an SM
 _THREAD_BLOCKS = 2 * 2 * 132  # two waves of two on each SM of H200
 _MOST_BLOCKS = 32  # in a chunk
 _LOG2E = math.log2(math.e)
@@ -54,7 +51,7 @@ def decode_attention(
     window: int | Int[Array, ""] = NO_WINDOW,
 ) -> tuple[Float[Array, "B H Q D"], Float[Array, "B H Q"]]:
     """As the reference."""
-    cache = _padded(keys, values, key_positions)
+    cache = padded(keys, values, key_positions)
     out, lse, _ = _attend(queries, cache, query_positions, lengths, window, with_logits=False)
     return out, lse
 
@@ -70,10 +67,8 @@ def decode_mass(
     window: int | Int[Array, ""] = NO_WINDOW,
 ) -> tuple[Float[Array, "B H Q D"], Float[Array, "B H Q"], Float[Array, "B H S"]]:
     """As the reference."""
-    cache = _padded(keys, values, key_positions)
-    out, lse, logits = _attend(
-        queries, cache, query_positions, lengths, window, with_logits=True
-    )
+    cache = padded(keys, values, key_positions)
+    out, lse, logits = _attend(queries, cache, query_positions, lengths, window, with_logits=True)
     return out, lse, partials.mass(logits, partials.total(lse, others))
 
 
@@ -88,7 +83,7 @@ def paged_attention(
     window: int | Int[Array, ""] = NO_WINDOW,
 ) -> tuple[Float[Array, "B H Q D"], Float[Array, "B H Q"]]:
     """As the reference."""
-    cache = _paged(keys, values, positions, page_table, lengths)
+    cache = paged(keys, values, positions, page_table, lengths)
     out, lse, _ = _attend(queries, cache, query_positions, lengths, window, with_logits=False)
     return out, lse
 
@@ -105,73 +100,14 @@ def paged_mass(
     window: int | Int[Array, ""] = NO_WINDOW,
 ) -> tuple[Float[Array, "B H Q D"], Float[Array, "B H Q"], Float[Array, "B H S"]]:
     """As the reference."""
-    cache = _paged(keys, values, positions, page_table, lengths)
-    out, lse, logits = _attend(
-        queries, cache, query_positions, lengths, window, with_logits=True
-    )
+    cache = paged(keys, values, positions, page_table, lengths)
+    out, lse, logits = _attend(queries, cache, query_positions, lengths, window, with_logits=True)
     return out, lse, partials.mass(logits, partials.total(lse, others))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Cache:
-    """Where a head's slots lie: rows of [F, D], all heads' or all pages' one after the other."""
-
-    keys: Array
-    values: Array
-    positions: Array  # [B * K * S'], heads one after the other; -1 where nothing is
-    slots: int  # S, of a head
-    page: int | None = None  # P
-    table: Array | None = None  # [B * K, M], a page's first row
-
-    @property
-    def rows_per_copy(self) -> int:
-        return min(self.page or _BLOCK, _BLOCK)
-
-    @property
-    def whole_heads(self) -> bool:
-        """Whether blocks can end where a head ends; else they read on into the next head's."""
-        return self.slots % 8 == 0 and self.slots >= _BLOCK
-
-
-def _padded(keys: Array, values: Array, positions: Array) -> _Cache:
-    slots, size = keys.shape[2:]
-    flat = [keys.reshape(-1, size), values.reshape(-1, size), positions.reshape(-1)]
-    total = flat[2].shape[0]
-    if total < _BLOCK:
-        flat = [pad_to(array, _BLOCK, 0, fill=-(array.ndim == 1)) for array in flat]
-    elif total % 8:
-        raise NotImplementedError(
-            f"{total} slots in all heads together: allowed are multiples of 8"
-        )
-    return _Cache(*flat, slots)
-
-
-def _paged(
-    keys: Array, values: Array, positions: Array, page_table: Array, lengths: Array
-) -> _Cache:
-    batch, pool, page, size = keys.shape
-    if page % 8 or (_BLOCK % page and page % _BLOCK):
-        raise NotImplementedError(
-            f"pages of {page} slots: allowed are 8, 16, 32 and multiples of {_BLOCK}"
-        )
-    # Copies of a page's positions would start between TMA's 128 byte lines; a gather of 4 bytes
-    # per slot of capacity costs under 1 % of the keys and values.
-    slots = reference.slot_positions(positions, page_table, lengths)
-    row = jnp.arange(batch, dtype=jnp.int32)[:, None, None] * pool
-    table = (row + jnp.maximum(page_table, 0)) * page
-    return _Cache(
-        keys.reshape(-1, size),
-        values.reshape(-1, size),
-        pad_to(slots, _BLOCK, 2, fill=-1).reshape(-1),
-        slots.shape[2],
-        page,
-        table.reshape(-1, page_table.shape[2]),
-    )
 
 
 def _attend(
     queries: Float[Array, "B H Q D"],
-    cache: _Cache,
+    cache: Cache,
     query_positions: Int[Array, "B Q"],
     lengths: Int[Array, "B K"],
     window: int | Int[Array, ""],
@@ -195,17 +131,17 @@ def _attend(
         )
     if with_logits and cache.table is None and not cache.whole_heads:
         raise NotImplementedError(
-            f"logits of {cache.slots} slots: allowed are multiples of 8 from {_BLOCK} on"
+            f"logits of {cache.slots} slots: allowed are multiples of 8 from {BLOCK} on"
         )
-    shape = _Shape(
+    shape = Shared(
         size=size,
         dtype=dtype,
-        tile_rows=8 * -(-wanted // 8) if wanted <= _ROWS else _ROWS,
+        tile_rows=8 * -(-wanted // 8) if wanted <= ROWS else ROWS,
         with_logits=with_logits,
     )
     grouped = rows.query_rows(queries, kv_heads, shape.tile_rows)
     tiles = grouped.shape[2] // shape.tile_rows
-    newest, oldest = rows.row_ranges(query_positions, heads // kv_heads, window, _ROWS)
+    newest, oldest = rows.row_ranges(query_positions, heads // kv_heads, window, ROWS)
     split = jnp.stack(shape.split(grouped.reshape(batch * kv_heads, -1, size)), axis=1)
     results = _call(
         shape, split, cache, newest, oldest, lengths.reshape(-1), kv_heads=kv_heads, tiles=tiles
@@ -216,91 +152,18 @@ def _attend(
     if not with_logits:
         return *result, None
     written = results[2][:, :wanted].reshape(batch, kv_heads, wanted, -1)
-    if cache.table is None and cache.slots % _BLOCK:
+    if cache.table is None and cache.slots % BLOCK:
         # The last block ends with the slots, and its first columns belong to the one before.
-        before = cache.slots // _BLOCK * _BLOCK
-        last = written[..., 2 * before + _BLOCK - cache.slots :]
+        before = cache.slots // BLOCK * BLOCK
+        last = written[..., 2 * before + BLOCK - cache.slots :]
         written = jnp.concatenate([written[..., :before], last], axis=3)
     return *result, rows.logits_from_rows(written, lengths, heads, cache.slots)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Shape:
-    """What one block of threads works with."""
-
-    size: int
-    dtype: Any
-    tile_rows: int
-    with_logits: bool
-
-    @property
-    def parts(self) -> int:
-        return 2 if self.dtype == jnp.float32 else 1
-
-    @property
-    def operand(self) -> Any:
-        """What wgmma multiplies."""
-        return jnp.dtype(jnp.bfloat16 if self.parts == 2 else self.dtype)
-
-    @property
-    def products(self) -> tuple[tuple[int, int], ...]:
-        return ((0, 0),) if self.parts == 1 else ((0, 0), (0, 1), (1, 0))
-
-    def split(self, x: Array) -> list[Array]:
-        """The parts whose sum is x."""
-        first = x.astype(self.operand)
-        if self.parts == 1:
-            return [first]
-        return [first, (x - first.astype(jnp.float32)).astype(self.operand)]
-
-    @property
-    def stages(self) -> int:
-        """Blocks in flight: two on half an SM, else what fits a whole one, up to four."""
-        element = jnp.dtype(self.dtype).itemsize
-        stage = 2 * _BLOCK * self.size * element
-        fixed = self.parts * 2 * _ROWS * (self.size + _BLOCK) + 8 * 1024
-        fixed += self.with_logits * 4 * _ROWS * _BLOCK
-        fixed += (self.parts == 2) * 4 * _BLOCK * self.size
-        half = (_SHARED_BYTES // 2 - fixed) // stage
-        return max(1, min(4, half if half >= 2 else (_SHARED_BYTES - fixed) // stage))
-
-    def tiled(self, *shape: int, dtype: Any, swizzle: int = 0) -> Any:
-        """Shared memory whose last axis lies in swizzled tiles of 8 rows, as wgmma reads them."""
-        element = jnp.dtype(dtype).itemsize
-        swizzle = swizzle or _swizzle(shape[-1] * element)
-        tiles = (plgpu.TilingTransform((8, swizzle // element)), plgpu.SwizzleTransform(swizzle))
-        return plgpu.SMEM(shape, dtype, transforms=tiles)
-
-    def scratch(self, copies: int) -> list[Any]:
-        size, stages, operand = self.size, self.stages, self.operand
-        swizzle = _swizzle(size * operand.itemsize)
-        fetched = self.tiled(stages, _BLOCK, size, dtype=self.dtype)
-        # What leaves at the end lies where blocks came in before.
-        shared = plgpu.RefUnion([fetched, fetched], plgpu.SMEM((_ROWS, size), jnp.float32))
-        optional = [
-            self.tiled(2, _BLOCK, size, dtype=operand) if self.parts == 2 else None,
-            self.tiled(_ROWS, _BLOCK, dtype=jnp.float32) if self.with_logits else None,
-        ]
-        return [
-            self.tiled(self.parts, _ROWS, size, dtype=operand),
-            shared,
-            plgpu.SMEM((stages, _BLOCK), jnp.int32),
-            self.tiled(self.parts, _ROWS, _BLOCK, dtype=operand, swizzle=swizzle),
-            plgpu.SMEM((_ROWS,), jnp.float32),
-            plgpu.Barrier(),
-            plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
-            optional,
-        ]
-
-
-def _swizzle(row_bytes: int) -> int:
-    return next(swizzle for swizzle in (128, 64, 32) if row_bytes % swizzle == 0)
-
-
 def _call(
-    shape: _Shape,
+    shape: Shared,
     queries: Array,  # [B * K, parts, R, D]
-    cache: _Cache,
+    cache: Cache,
     newest: Array,  # [B, R]
     oldest: Array,
     lengths: Array,  # [B * K]
@@ -308,14 +171,14 @@ def _call(
     kv_heads: int,
     tiles: int,
 ) -> Sequence[Array]:
-    heads, slots, paged = queries.shape[0], cache.slots, cache.table is not None
+    heads, slots, in_pages = queries.shape[0], cache.slots, cache.table is not None
     # A head whose first row is no multiple of 8 starts up to 7 columns into its first block.
-    stride = cache.positions.shape[0] // heads if paged else slots
-    blocks = -(-(slots + (0 if paged or slots % 8 == 0 else 7)) // _BLOCK)
+    stride = cache.positions.shape[0] // heads if in_pages else slots
+    blocks = -(-(slots + (0 if in_pages or slots % 8 == 0 else 7)) // BLOCK)
     size, tile_rows, stages = shape.size, shape.tile_rows, shape.stages
     per_chunk = max(1, min(_MOST_BLOCKS, -(-blocks * heads * tiles // _THREAD_BLOCKS)))
     chunks = -(-blocks // per_chunk)
-    copies = _BLOCK // cache.rows_per_copy
+    copies = BLOCK // cache.rows_per_copy
     total_rows = cache.positions.shape[0]
     # Columns of V and of the output that are multiplied at a time: a thread has 255 registers.
     width = 64 if size % 64 == 0 else size
@@ -323,7 +186,7 @@ def _call(
     by_row = plgpu.Layout.WGMMA.reduce(1)
 
     def across(x: Array, columns: int) -> Array:
-        return lax.broadcast_in_dim(x, (_ROWS, columns), (0,))
+        return lax.broadcast_in_dim(x, (ROWS, columns), (0,))
 
     def attend(*refs: Any) -> None:
         q_ref, k_ref, v_ref, at_ref, newest_ref, oldest_ref, length_ref, *refs_ = refs
@@ -339,21 +202,21 @@ def _call(
         base = head * stride  # the head's first row
         shift = lax.rem(base, jnp.int32(8))
         first = chunk * per_chunk
-        number = jnp.minimum(first + per_chunk, (length + shift + _BLOCK - 1) // _BLOCK) - first
-        limit = base + slots if cache.whole_heads and not paged else total_rows
+        number = jnp.minimum(first + per_chunk, (length + shift + BLOCK - 1) // BLOCK) - first
+        limit = base + slots if cache.whole_heads and not in_pages else total_rows
 
         def begins(index: Array) -> Array:
             """The row at which block `index` of the chunk begins."""
-            at = jnp.minimum(base - shift + (first + index) * _BLOCK, limit - _BLOCK)
+            at = jnp.minimum(base - shift + (first + index) * BLOCK, limit - BLOCK)
             return pl.multiple_of(at, 8)
 
         def fetch(index: Array, stage: Any) -> None:
             at, barrier = begins(index), barriers.at[stage]
-            plgpu.copy_gmem_to_smem(at_ref.at[pl.ds(at, _BLOCK)], at_smem.at[stage], barrier)
+            plgpu.copy_gmem_to_smem(at_ref.at[pl.ds(at, BLOCK)], at_smem.at[stage], barrier)
             for copy in range(copies):
                 row = at
                 if table_ref is not None:
-                    slot = (first + index) * _BLOCK + copy * cache.rows_per_copy
+                    slot = (first + index) * BLOCK + copy * cache.rows_per_copy
                     slot = jnp.minimum(slot, slots - 1)
                     row = table_ref[head, slot // cache.page] + lax.rem(slot, jnp.int32(cache.page))
                 source = pl.ds(pl.multiple_of(row, 8), cache.rows_per_copy)
@@ -383,7 +246,7 @@ def _call(
                     plgpu.wgmma(total, left.at[a], right[b])
                 return total[...]
 
-            return pl.run_scoped(run, plgpu.ACC((_ROWS, columns), jnp.float32))
+            return pl.run_scoped(run, plgpu.ACC((ROWS, columns), jnp.float32))
 
         @pl.when(number > 0)
         def _() -> None:
@@ -396,7 +259,7 @@ def _call(
             for stage in range(stages):
                 pl.when(stage < number)(lambda stage=stage: fetch(jnp.int32(stage), stage))
 
-        at = (row, pl.ds(tile * _ROWS, _ROWS))
+        at = (row, pl.ds(tile * ROWS, ROWS))
         newest, oldest = (
             plgpu.load(ref.at[at], layout=by_row, optimized=False)
             for ref in (newest_ref, oldest_ref)
@@ -407,16 +270,16 @@ def _call(
             stage = lax.rem(index, jnp.int32(stages))
             plgpu.barrier_wait(barriers.at[stage])
             block = operands(k_smem.at[stage])
-            logits = multiply(q_smem, [part.transpose((1, 0)) for part in block], _BLOCK)
+            logits = multiply(q_smem, [part.transpose((1, 0)) for part in block], BLOCK)
             slots = plgpu.load(
                 at_smem.at[stage], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
             )
-            slots = lax.broadcast_in_dim(slots, (_ROWS, _BLOCK), (1,))
+            slots = lax.broadcast_in_dim(slots, (ROWS, BLOCK), (1,))
             place = plgpu.broadcasted_iota(
-                jnp.int32, (_ROWS, _BLOCK), 1, layout=plgpu.Layout.WGMMA
+                jnp.int32, (ROWS, BLOCK), 1, layout=plgpu.Layout.WGMMA
             ) + (begins(index) - base)
-            seen = (slots <= across(newest, _BLOCK)) & (slots > across(oldest, _BLOCK))
-            least = jnp.maximum((first + index) * _BLOCK - shift, 0)
+            seen = (slots <= across(newest, BLOCK)) & (slots > across(oldest, BLOCK))
+            least = jnp.maximum((first + index) * BLOCK - shift, 0)
             seen &= (place >= least) & (place < length)
             logits = jnp.where(seen, logits * size**-0.5, -jnp.inf)
             if logits_ref is not None:
@@ -425,11 +288,11 @@ def _call(
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(
                     logits_smem.at[pl.ds(0, tile_rows)],
-                    logits_ref.at[head, :, pl.ds((first + index) * _BLOCK, _BLOCK)],
+                    logits_ref.at[head, :, pl.ds((first + index) * BLOCK, BLOCK)],
                 )
             logits = logits * _LOG2E
             now = jnp.maximum(largest, jnp.max(logits, axis=1))
-            weights = jnp.exp2(logits - across(now, _BLOCK))
+            weights = jnp.exp2(logits - across(now, BLOCK))
             shrink = jnp.exp2(largest - now)
             total = total * shrink + jnp.sum(weights, axis=1)
             for part, array in enumerate(shape.split(weights)):
@@ -442,11 +305,11 @@ def _call(
             pl.when(index + stages < number)(lambda: fetch(index + stages, stage))
             return tuple(added), now, total
 
-        nothing = jnp.zeros((_ROWS, width), jnp.float32)
+        nothing = jnp.zeros((ROWS, width), jnp.float32)
         start = (
             tuple(plgpu.layout_cast(nothing, plgpu.Layout.WGMMA) for _ in columns),
-            plgpu.layout_cast(jnp.full((_ROWS,), -1e30, jnp.float32), by_row),
-            plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.float32), by_row),
+            plgpu.layout_cast(jnp.full((ROWS,), -1e30, jnp.float32), by_row),
+            plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), by_row),
         )
         outs, largest, total = lax.fori_loop(0, number, step, start)
 
@@ -470,7 +333,7 @@ def _call(
         jax.ShapeDtypeStruct((heads, chunks, tiles * tile_rows), jnp.float32),
     ]
     if shape.with_logits:
-        written = (heads, tile_rows, blocks * _BLOCK)
+        written = (heads, tile_rows, blocks * BLOCK)
         out_type.append(jax.ShapeDtypeStruct(written, jnp.float32))
     call = plgpu.kernel(
         attend,

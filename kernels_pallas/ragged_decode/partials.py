@@ -30,8 +30,6 @@ def total(first: Float[Array, "*n"], second: Float[Array, "*n"]) -> Float[Array,
     return jnp.log(jnp.exp(first - largest) + jnp.exp(second - largest)) + largest
 
 
-def mass(
-    logits: Float[Array, "B H Q S"], total: Float[Array, "B H Q"]
-) -> Float[Array, "B H S"]:
+def mass(logits: Float[Array, "B H Q S"], total: Float[Array, "B H Q"]) -> Float[Array, "B H S"]:
     """Softmax weights summed over the queries, from logits and the log-sum-exp over everything."""
     return jnp.sum(jnp.exp(logits - jnp.maximum(total, -1e30)[..., None]), axis=2)

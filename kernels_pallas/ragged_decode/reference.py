@@ -1,4 +1,4 @@
-"""Attention over a cache whose heads have lengths of their own, every slot masked: the definition."""
+"""Attention over caches whose heads have lengths of their own, by masks: the definition."""
 
 from __future__ import annotations
 
@@ -46,9 +46,7 @@ def decode_mass(
     return out, lse, mass
 
 
-def filled(
-    key_positions: Int[Array, "B K S"], lengths: Int[Array, "B K"]
-) -> Int[Array, "B K S"]:
+def filled(key_positions: Int[Array, "B K S"], lengths: Int[Array, "B K"]) -> Int[Array, "B K S"]:
     """The positions with -1 from each head's length on."""
     place = jnp.arange(key_positions.shape[2], dtype=jnp.int32)[None, None]
     return jnp.where(place < lengths[..., None], key_positions, -1)

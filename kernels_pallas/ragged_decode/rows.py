@@ -43,7 +43,6 @@ def logits_from_rows(
     logits: Float[Array, "B K R W"], lengths: Int[Array, "B K"], num_heads: int, slots: int
 ) -> Float[Array, "B H Q S"]:
     """Rows' logits as query heads', -inf behind each head's length, where nothing was written."""
-    batch, kv_heads, rows, _ = logits.shape
     place = jnp.arange(slots, dtype=jnp.int32)[None, None, None]
     logits = jnp.where(place < lengths[:, :, None, None], logits[..., :slots], -jnp.inf)
-    return logits.reshape(batch, num_heads, -1, slots)
+    return logits.reshape(logits.shape[0], num_heads, -1, slots)
