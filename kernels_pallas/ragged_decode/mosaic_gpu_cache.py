@@ -22,7 +22,7 @@ class Cache:
     positions: Array  # [B * K * S'], heads one after the other; -1 where nothing is
     slots: int  # S, of a head
     page: int | None = None  # P
-    table: Array | None = None  # [B * K, M], a page's first row
+    table: Array | None = None  # [B * K, copies of all blocks], the first row of each copy
 
     @property
     def rows_per_copy(self) -> int:
@@ -56,13 +56,17 @@ def paged(keys: Array, values: Array, positions: Array, page_table: Array, lengt
     # Copies of a page's positions would start between TMA's 128 byte lines; a gather of 4 bytes
     # per slot of capacity costs under 1 % of the keys and values.
     slots = reference.slot_positions(positions, page_table, lengths)
-    row = jnp.arange(batch, dtype=jnp.int32)[:, None, None] * pool
-    table = (row + jnp.maximum(page_table, 0)) * page
+    rows_per_copy = min(page, BLOCK)
+    copies = -(-slots.shape[2] // BLOCK) * (BLOCK // rows_per_copy)
+    slot = jnp.minimum(jnp.arange(copies, dtype=jnp.int32) * rows_per_copy, slots.shape[2] - 1)
+    number = jnp.maximum(page_table, 0)[:, :, slot // page]
+    number += jnp.arange(batch, dtype=jnp.int32)[:, None, None] * pool
+    table = number * page + (slot % page)[None, None]
     return Cache(
         keys.reshape(-1, size),
         values.reshape(-1, size),
         pad_to(slots, BLOCK, 2, fill=-1).reshape(-1),
         slots.shape[2],
         page,
-        table.reshape(-1, page_table.shape[2]),
+        table.reshape(-1, copies),
     )

@@ -55,6 +55,16 @@ class Shared:
         half = (_SHARED_BYTES // 2 - fixed) // stage
         return max(1, min(4, half if half >= 2 else (_SHARED_BYTES - fixed) // stage))
 
+    @property
+    def swizzle(self) -> int:
+        """Of wgmma's operands."""
+        return _swizzle(self.size * self.operand.itemsize)
+
+    @property
+    def columns(self) -> int:
+        """Of V and of the output that are multiplied at a time: a thread has 255 registers."""
+        return 64 if self.size % 64 == 0 else self.size
+
     def tiled(self, *shape: int, dtype: Any, swizzle: int = 0) -> Any:
         """Shared memory whose last axis lies in swizzled tiles of 8 rows, as wgmma reads them."""
         element = jnp.dtype(dtype).itemsize
@@ -62,22 +72,25 @@ class Shared:
         tiles = (plgpu.TilingTransform((8, swizzle // element)), plgpu.SwizzleTransform(swizzle))
         return plgpu.SMEM(shape, dtype, transforms=tiles)
 
-    def scratch(self, copies: int) -> list[Any]:
+    def scratch(self, copies: int, table: int) -> list[Any]:
+        """With `copies` to a block, and `table` numbers that say where a chunk's begin."""
         size, stages, operand = self.size, self.stages, self.operand
-        swizzle = _swizzle(size * operand.itemsize)
+        swizzle = self.swizzle
         fetched = self.tiled(stages, BLOCK, size, dtype=self.dtype)
         # What leaves at the end lies where blocks came in before.
         shared = plgpu.RefUnion([fetched, fetched], plgpu.SMEM((ROWS, size), jnp.float32))
         optional = [
-            self.tiled(2, BLOCK, size, dtype=operand) if self.parts == 2 else None,
+            self.tiled(2, BLOCK, size, dtype=operand, swizzle=swizzle) if self.parts == 2 else None,
             self.tiled(ROWS, BLOCK, dtype=jnp.float32) if self.with_logits else None,
+            plgpu.SMEM((table,), jnp.int32) if table else None,
         ]
         return [
-            self.tiled(self.parts, ROWS, size, dtype=operand),
+            self.tiled(self.parts, ROWS, size, dtype=operand, swizzle=swizzle),
             shared,
             plgpu.SMEM((stages, BLOCK), jnp.int32),
             self.tiled(self.parts, ROWS, BLOCK, dtype=operand, swizzle=swizzle),
             plgpu.SMEM((ROWS,), jnp.float32),
+            plgpu.Barrier(num_arrivals=self.parts),
             plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
             optional,

@@ -27,8 +27,15 @@ def state(shape: MemoryShape, per_head: bool):
     return spec(heads, shape.size, features), spec(batch, features, wide), spec(batch, features)
 
 
-@pytest.mark.parametrize("kind", ["aligned", "unaligned", "per head"])
-@pytest.mark.parametrize("name", ["cut-128-of-1152", "cut-of-128k"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("cut-of-128k", "aligned"),
+        ("cut-of-128k", "per head"),
+        ("cut-128-of-1152", "unaligned"),
+        ("cut-of-32k", "unaligned"),
+    ],
+)
 def test_a_write_holds_one_block(compile_for, name, kind):
     shape = SHAPES[name]
     entries = (shape.batch, shape.kv_heads, shape.slots)
