@@ -11,13 +11,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas.attention import attention
 from kernels_pallas.gather_compact import gather_slots
+from kernels_pallas.ragged_decode import decode_attention, decode_mass
 from kernels_pallas.select import kept_indices
 from kvjax.policies.observation import State
 
 type Absorb = Callable[[Array, Array, Array, Array], tuple[Array, Array]]
 type Entries = tuple[Array, Array, Array]  # keys, values, positions
+type View = tuple[Array, Array, Array, Array]  # keys, values, positions, lengths
 
 
 def join(slots: Entries, new: Entries) -> Entries:
@@ -101,9 +102,9 @@ class PaddedCache:
         return self.keys.shape[3]
 
     @property
-    def views(self) -> tuple[Array, Array, Array]:
+    def views(self) -> View:
         """What a scan over layers reads, leading axis L."""
-        return self.keys, self.values, self.positions
+        return self.keys, self.values, self.positions, self.lengths
 
     def room(self) -> Int[Array, " B"]:
         """Tokens that every head of a row can still take."""
@@ -111,22 +112,34 @@ class PaddedCache:
 
     def attend(
         self,
-        view: tuple[Array, Array, Array],
+        view: View,
         queries: Float[Array, "B H Q D"],
         query_positions: Int[Array, "B Q"],
         window: int | Int[Array, ""],
     ) -> tuple[Float[Array, "B H Q D"], Float[Array, "B H Q"]]:
         """Attention of one layer over its slots: output and log-sum-exp."""
-        keys, values, positions = view
-        return attention(queries, keys, values, query_positions, positions, window)
+        keys, values, *where = view
+        return decode_attention(queries, keys, values, query_positions, *where, window)
+
+    def attend_mass(
+        self,
+        view: View,
+        queries: Float[Array, "B H Q D"],
+        query_positions: Int[Array, "B Q"],
+        others: Float[Array, "B H Q"],
+        window: int | Int[Array, ""],
+    ) -> tuple[Float[Array, "B H Q D"], Float[Array, "B H Q"], Float[Array, "B H S"]]:
+        """`attend`, and the weights that each slot gets beside entries of log-sum-exp `others`."""
+        keys, values, *where = view
+        return decode_mass(queries, keys, values, query_positions, *where, others, window)
 
     def dense(
-        self, view: tuple[Array, Array, Array]
+        self, view: View
     ) -> tuple[Float[Array, "B K S D"], Float[Array, "B K S D"], Int[Array, "B K S"]]:
         """Keys, values and positions of one layer's slots."""
-        return view
+        return view[:3]
 
-    def dense_slots(self, view: tuple[Array, Array, Array], index: Array) -> dict[str, Array]:
+    def dense_slots(self, view: View, index: Array) -> dict[str, Array]:
         """The policy's slot arrays of layer `index`."""
         del view
         return {name: array[index] for name, array in self.policy_state.slots.items()}

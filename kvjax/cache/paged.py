@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.gather_compact import gather_slots
-from kernels_pallas.ragged_decode import gather_pages, paged_attention
+from kernels_pallas.ragged_decode import gather_pages, paged_attention, paged_mass
 from kernels_pallas.ragged_decode.reference import slot_positions
 from kernels_pallas.select import kept_indices
 from kvjax.cache.padded import Absorb, join
@@ -147,6 +147,19 @@ class PagedCache:
         table, lengths = view
         pools = (self.keys, self.values, self.positions)
         return paged_attention(queries, *pools, table, lengths, query_positions, window)
+
+    def attend_mass(
+        self,
+        view: tuple[Array, Array],
+        queries: Float[Array, "B H Q D"],
+        query_positions: Int[Array, "B Q"],
+        others: Float[Array, "B H Q"],
+        window: int | Int[Array, ""],
+    ) -> tuple[Float[Array, "B H Q D"], Float[Array, "B H Q"], Float[Array, "B H S"]]:
+        """`attend`, and the weights that each slot gets beside entries of log-sum-exp `others`."""
+        table, lengths = view
+        pools = (self.keys, self.values, self.positions)
+        return paged_mass(queries, *pools, table, lengths, query_positions, others, window)
 
     def dense(
         self, view: tuple[Array, Array]
