@@ -1,17 +1,18 @@
-"""Dispatch of compaction: kernels move the long rows, XLA the few bytes of other slot arrays."""
+"""Dispatch of compaction, and whether it has a kernel here."""
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kernels_pallas.dispatch import Operation
+from kernels_pallas import dispatch
 
 type Implementation = Literal["reference", "mosaic_tpu", "mosaic_gpu"]
 
-_COMPACT = Operation(
+_COMPACT = dispatch.Operation(
     "compact", "kernels_pallas.gather_compact", ("reference", "mosaic_tpu", "mosaic_gpu")
 )
 
@@ -41,3 +42,12 @@ def compact(
     return _COMPACT(
         arrays, indices, lengths, held, table, implementation=implementation, portable="reference"
     )
+
+
+def in_place() -> bool:
+    """Whether this platform has a kernel, which moves kept entries within the array they are in.
+
+    Elsewhere an array is gathered into a new one.
+    """
+    portable = os.environ.get(dispatch.VARIABLE) == "portable"
+    return dispatch.platform() in dispatch.KERNELS and not portable

@@ -15,7 +15,6 @@ moves, once in and once out, rounded to 32; 4 per slot of indices; and the slots
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -48,18 +47,14 @@ def compact(
         slots = table.shape[-1] * page
         rows = [array.reshape(array.shape[0], -1, array.shape[-1]) for array in arrays]
     widths = [_padded_width(array) for array in rows]
-    largest = max(
-        width * array.dtype.itemsize for width, array in zip(widths, rows, strict=True)
-    )
+    largest = max(width * array.dtype.itemsize for width, array in zip(widths, rows, strict=True))
     size = min(_BLOCK_BYTES // largest, 64, slots if page is None else page)
     if page is not None:
         size = next(part for part in range(size, 0, -1) if page % part == 0)
     blocks = -(-indices.shape[-1] // size)
     place = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1)
     known = jnp.where(place < lengths[..., None], indices, slots).reshape(heads, -1)
-    known = jnp.pad(
-        known, ((0, 0), (0, blocks * size - indices.shape[-1])), constant_values=slots
-    )
+    known = jnp.pad(known, ((0, 0), (0, blocks * size - indices.shape[-1])), constant_values=slots)
     operands = [lengths.reshape(-1), held.reshape(-1), known]
     if table is not None:
         operands.append(table.reshape(heads, -1))

@@ -188,9 +188,7 @@ class _Kernel:
         tables, refs = (refs[:2], refs[2:]) if self.page is not None else ((None, None), refs)
         tails, refs = (refs[: self.arrays], refs[self.arrays :]) if self.lone else ((), refs)
         refs = refs[self.arrays :]  # the operands are the results' memory
-        rows, windows, outs = (
-            refs[at * self.arrays : (at + 1) * self.arrays] for at in range(3)
-        )
+        rows, windows, outs = (refs[at * self.arrays : (at + 1) * self.arrays] for at in range(3))
         *words, places, counts, reads, writes = refs[3 * self.arrays :]
         step, steps = pl.program_id(0), pl.num_programs(0)
 
