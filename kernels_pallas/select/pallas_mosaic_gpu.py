@@ -27,6 +27,8 @@ from kernels_pallas import lowering
 _LEAST = -(2**31)  # of int32: the key of an empty slot
 _PART = 128  # slots that a warpgroup reads at once, one per thread
 _WIDE = 512  # slots that it counts at once
+_SHORT = 2048  # slots of rows that one warpgroup takes alone
+_GROUPS = 4  # warpgroups of a longer row
 _LONGEST = 49152  # slots whose keys fit in shared memory
 
 
@@ -43,7 +45,7 @@ def keep_mask(
             f"rows of {slots} slots: allowed are {_PART}, one per thread, to {_LONGEST}, "
             "whose keys fit in shared memory"
         )
-    groups = 1 if slots <= 2048 else 4
+    groups = 1 if slots <= _SHORT else _GROUPS
     padded = -(-slots // (_WIDE * groups)) * _WIDE * groups
     last = slots - _PART  # where the last part begins: it may overlap the one before
 
@@ -52,7 +54,7 @@ def keep_mask(
         barrier: Any,
     ) -> None:  # fmt: skip
         row, group = lax.axis_index("row"), lax.axis_index("group")
-        budget = budgets[row]
+        budget, least = budgets[row], jnp.int32(_LEAST)
 
         def meet() -> None:
             if groups > 1:
@@ -65,7 +67,7 @@ def keep_mask(
             part = pl.ds(start, _PART)
             key = _order_key(scores[row, part], rank[row, part], valid[row, part])
             slot = lax.broadcasted_iota(jnp.int32, (_PART,), 0) + start
-            keys[pl.ds(place, _PART)] = jnp.where(slot < place, jnp.int32(_LEAST), key)
+            keys[pl.ds(place, _PART)] = jnp.where(slot < place, least, key)
 
         lax.fori_loop(0, padded // _PART // groups, read, None)
         meet()
@@ -78,58 +80,52 @@ def keep_mask(
                 key = keys[pl.ds(place, _WIDE)]
                 return total + jnp.where(holds(key, place), jnp.int32(1), jnp.int32(0))
 
-            total = lax.fori_loop(
-                0, padded // _WIDE // groups, add, jnp.zeros((_WIDE,), jnp.int32)
-            )
+            total = lax.fori_loop(0, padded // _WIDE // groups, add, jnp.zeros((_WIDE,), jnp.int32))
             found = jnp.sum(total)
             if groups == 1:
                 return found
-            half = turn % 2  # of the counts: the others may still be read
+            half = turn % 2  # of the counts: the other half may still be read
             counts[half, group] = found
             meet()
             return sum((counts[half, other] for other in range(1, groups)), counts[half, 0])
 
-        def at_least(threshold: Any, turn: Any) -> Any:
-            return count(lambda key, _: key >= (threshold ^ jnp.int32(_LEAST)), turn)
-
         def add_bit(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
             bit, threshold, _ = carry
             candidate = threshold | (jnp.int32(1) << bit)
-            found = at_least(candidate, bit)
+            found = count(lambda key, _: key >= (candidate ^ least), bit)
             threshold = jnp.where(found >= budget, candidate, threshold)
             return bit - 1, threshold, found == budget
 
         # The bits of the threshold as unsigned numbers have them; keys are compared as signed.
         start = (jnp.int32(31), jnp.int32(0), jnp.bool_(False))
-        bit, threshold, _ = lax.while_loop(
+        turn, threshold, _ = lax.while_loop(
             lambda carry: (carry[0] >= 0) & ~carry[2], add_bit, start
         )
-        signed = threshold ^ jnp.int32(_LEAST)
-        above = count(lambda key, _: key > signed, bit)
-        room = budget - above
-        equal = count(lambda key, _: key == signed, bit + 1)
+        signed = threshold ^ least
+        room = budget - count(lambda key, _: key > signed, turn)
+        equal = count(lambda key, _: key == signed, turn + 1)
 
-        def add_slot_bit(carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            bit, end = carry
+        def add_slot_bit(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+            bit, end, turn = carry
             candidate = end | (jnp.int32(1) << bit)
 
             def before(key: Any, place: Any) -> Any:
                 slot = lax.broadcasted_iota(jnp.int32, (_WIDE,), 0) + place
                 return (key == signed) & (slot < candidate)
 
-            found = count(before, bit)
-            return bit - 1, jnp.where(found <= room, candidate, end)
+            end = jnp.where(count(before, turn) <= room, candidate, end)
+            return bit - 1, end, turn + 1
 
-        bits = padded.bit_length()
-        all_stay = (room >= equal) | (signed == _LEAST)
-        begin = (jnp.where(all_stay, -1, bits - 1), jnp.where(all_stay, padded, 0))
-        _, end = lax.while_loop(lambda carry: carry[0] >= 0, add_slot_bit, begin)
+        all_stay = (room >= equal) | (signed == least)
+        bits = jnp.where(all_stay, 0, padded.bit_length())
+        begin = (bits - 1, jnp.where(all_stay, padded, 0), turn)
+        _, end, _ = lax.while_loop(lambda carry: carry[0] >= 0, add_slot_bit, begin)
 
         def write(step: Any, _: None) -> None:
             place = (step * groups + group) * _PART
             key = keys[pl.ds(place, _PART)]
             slot = lax.broadcasted_iota(jnp.int32, (_PART,), 0) + place
-            stays = (key > signed) | ((key == signed) & (key > _LEAST) & (slot < end))
+            stays = (key > signed) | ((key == signed) & (key > least) & (slot < end))
             out[row, pl.ds(place, _PART)] = stays.astype(jnp.int8)
 
         lax.fori_loop(0, padded // _PART // groups, write, None)
