@@ -92,9 +92,12 @@ def _largest(
 
     def add_digit(step: Array, found: Array) -> Array:
         shift = (jnp.int32(steps - 1) - step).astype(jnp.uint32) * size
-        tried = [holds(found | (jnp.uint32(digit) << shift)) for digit in range(1, 2**size)]
-        digit = sum((one.astype(jnp.uint32) for one in tried[1:]), tried[0].astype(jnp.uint32))
-        return found | (digit << shift)
+        larger = jnp.zeros(shape, jnp.uint32)
+        for digit in range(1, 2**size):
+            shifted = jnp.uint32(digit) << shift
+            fits = (shifted >> shift) == digit  # 32 bits are no multiple of 3
+            larger = larger + (holds(found | shifted) & fits).astype(jnp.uint32)
+        return found | (larger << shift)
 
     return lax.fori_loop(0, steps, add_digit, jnp.zeros(shape, jnp.uint32))
 
