@@ -35,10 +35,10 @@ def compact(
     which holds zeros there, every implementation makes the same.
     """
     if held is None:
-        slots = arrays[0].shape[indices.ndim - 1]
-        if table is not None:
-            slots = jnp.sum(table >= 0, axis=-1, dtype=jnp.int32) * arrays[0].shape[2]
-        held = jnp.broadcast_to(jnp.asarray(slots, jnp.int32), lengths.shape)
+        if table is None:
+            held = jnp.full(lengths.shape, arrays[0].shape[indices.ndim - 1], jnp.int32)
+        else:
+            held = jnp.sum(table >= 0, axis=-1, dtype=jnp.int32) * arrays[0].shape[2]
     return _COMPACT(
         arrays, indices, lengths, held, table, implementation=implementation, portable="reference"
     )

@@ -69,7 +69,7 @@ def compact(
         first_column = jnp.minimum(head, 0)  # 0, and no constant: columns may end behind the array
 
         def row_of(slot: Any, array: Any) -> Any:
-            if pages is None:
+            if pages is None or page is None:
                 return slot
             inside = pages[head, jnp.minimum(slot, slots - 1) // page] * page + slot % page
             return jnp.where(slot < slots, inside, array.shape[1])
@@ -102,11 +102,11 @@ def compact(
             stays, run = plan(block)
 
             @pl.when(~stays & run)
-            def _() -> None:
+            def fetch_together() -> None:
                 copies(index[head, block * size], size, half, 0, together)
 
             @pl.when(~stays & ~run)
-            def _() -> None:
+            def fetch_each() -> None:
                 def one(at: Any, _: None) -> None:
                     copies(index[head, block * size + at], 1, half, at, single)
 
@@ -117,21 +117,21 @@ def compact(
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
             @pl.when((block + 1) * size < end)
-            def _() -> None:
+            def fetch_next() -> None:
                 fetch(block + 1)
 
             stays, run = plan(block)
 
             @pl.when(~stays & run)
-            def _() -> None:
+            def wait_together() -> None:
                 plgpu.barrier_wait(together.at[half])
 
             @pl.when(~stays & ~run)
-            def _() -> None:
+            def wait_each() -> None:
                 plgpu.barrier_wait(single.at[half])
 
             @pl.when(~stays)
-            def _() -> None:
+            def write() -> None:
                 for target, buffer, width in zip(targets, buffers, widths, strict=True):
                     plgpu.copy_smem_to_gmem(
                         buffer.at[half],
@@ -143,7 +143,7 @@ def compact(
                     )
 
         @pl.when(end > 0)
-        def _() -> None:
+        def fetch_first() -> None:
             fetch(jnp.int32(0))
 
         lax.fori_loop(0, pl.cdiv(end, size), step, None)

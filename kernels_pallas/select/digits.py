@@ -30,7 +30,7 @@ def keep_mask(
     """As the reference."""
     slots = scores.shape[-1]
 
-    def some(rows: tuple[Array, Array, Array, Array]) -> Bool[Array, "R S"]:
+    def some(rows: tuple[Array, ...]) -> Bool[Array, "R S"]:
         return keep_largest(order_key(*rows[:3]), rows[3])
 
     flat = [array.reshape(-1, slots) for array in (scores, rank, valid)]
@@ -63,7 +63,7 @@ def competing_threshold(
 ) -> UInt32[Array, " B"]:
     """As in `threshold`."""
 
-    def some(rows: tuple[Array, Array, Array, Array]) -> UInt32[Array, " R"]:
+    def some(rows: tuple[Array, ...]) -> UInt32[Array, " R"]:
         keys, total, low, high = rows
 
         def enough(threshold: UInt32[Array, " R"]) -> Bool[Array, " R"]:
