@@ -10,10 +10,8 @@ from kernels_pallas.attention.mask import NO_WINDOW
 from kernels_pallas.column_attention.reference import Statistic
 from kernels_pallas.dispatch import Operation
 
-type Implementation = Literal["reference", "blockwise"]
-
 _OPERATION = Operation(
-    "column_attention", "kernels_pallas.column_attention", get_args(Implementation.__value__)
+    "column_attention", "kernels_pallas.column_attention", ("reference", "blockwise")
 )
 
 # Up to this many logits per (row, head) one dense pass is faster than the loop over blocks.
@@ -29,7 +27,7 @@ def column_attention(
     window: int | Int[Array, ""] = NO_WINDOW,
     *,
     statistic: Statistic = "sum",
-    implementation: Implementation | None = None,
+    implementation: Literal["reference", "blockwise"] | None = None,
 ) -> Float[Array, "B H S"]:
     """A statistic, over queries, of their softmax weights on each slot, given their log-sum-exp.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -10,10 +10,8 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas.dispatch import Operation
 from kernels_pallas.window_scores import window_scores
 
-type Implementation = Literal["reference", "blockwise", "mosaic_tpu"]
-
 _OPERATION = Operation(
-    "removal_error", "kernels_pallas.removal_error", get_args(Implementation.__value__)
+    "removal_error", "kernels_pallas.removal_error", ("reference", "blockwise", "mosaic_tpu")
 )
 
 
@@ -26,7 +24,7 @@ def removal_error(
     *,
     joint: bool,
     tau: float = 1.0,
-    implementation: Implementation | None = None,
+    implementation: Literal["reference", "blockwise", "mosaic_tpu"] | None = None,
 ) -> Float[Array, "B N S"]:
     """What each query head's output, or jointly a query group's, loses with each entry.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -14,11 +14,9 @@ from kernels_pallas.window_scores.reference import (
     window_attention_reference,
 )
 
-type Implementation = Literal["reference", "mosaic_tpu", "mosaic_gpu"]
-
 _PACKAGE = "kernels_pallas.window_scores"
-_SCORES = Operation("window_scores", _PACKAGE, get_args(Implementation.__value__))
-_MOMENTS = Operation("window_moments", _PACKAGE, get_args(Implementation.__value__))
+_SCORES = Operation("window_scores", _PACKAGE, ("reference", "mosaic_tpu", "mosaic_gpu"))
+_MOMENTS = Operation("window_moments", _PACKAGE, ("reference", "mosaic_tpu", "mosaic_gpu"))
 
 
 def window_attention(
@@ -63,7 +61,7 @@ def window_scores(
     over_queries: OverQueries = "mean",
     over_group: OverGroup = "mean",
     window: int | Int[Array, ""] | None = None,
-    implementation: Implementation | None = None,
+    implementation: Literal["reference", "mosaic_tpu", "mosaic_gpu"] | None = None,
 ) -> Float[Array, "B N S"]:
     """`window_attention` reduced over queries and query group, which kernels never store.
 
@@ -121,7 +119,7 @@ def window_moments(
     positions: Int[Array, "B K S"],
     *,
     window: int | Int[Array, ""] | None = None,
-    implementation: Implementation | None = None,
+    implementation: Literal["reference", "mosaic_tpu", "mosaic_gpu"] | None = None,
 ) -> tuple[Float[Array, "B H S"], Float[Array, "B H S"], Float[Array, "B H S"]]:
     """Mean, unbiased variance and -sum a log a of `window_attention` over the window's queries.
 
