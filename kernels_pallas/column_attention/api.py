@@ -11,7 +11,7 @@ from kernels_pallas.column_attention.reference import Statistic
 from kernels_pallas.dispatch import Operation
 
 _OPERATION = Operation(
-    "column_attention", "kernels_pallas.column_attention", ("reference", "blockwise")
+    "column_attention", "kernels_pallas.column_attention", ("reference", "blockwise", "mosaic_gpu")
 )
 
 # Up to this many logits per (row, head) one dense pass is faster than the loop over blocks.
@@ -27,7 +27,7 @@ def column_attention(
     window: int | Int[Array, ""] = NO_WINDOW,
     *,
     statistic: Statistic = "sum",
-    implementation: Literal["reference", "blockwise"] | None = None,
+    implementation: Literal["reference", "blockwise", "mosaic_gpu"] | None = None,
 ) -> Float[Array, "B H S"]:
     """A statistic, over queries, of their softmax weights on each slot, given their log-sum-exp.
 

@@ -3,12 +3,12 @@
 XLA suffices for the memory: beside the results, one tile of weights of B x H x block^2 float32
 is alive, and the loops read every operand in place. It suffices for the operations: with slots
 in position order a prompt of n blocks visits n (n + 1) / 2 tiles, which is 1 + 1 / n times what
-the causal half needs, two FLOPs per channel and one exponential per pair.
+the causal half needs, at 2 D FLOPs and one exponential per pair of query and slot.
 
-It does not for the traffic, unless a tile stays in a cache: the matrix product and the
-exponentials with their sums are two programs, and the logits pass between them, 8 bytes for
-every pair of query and slot where a fused kernel would move none. At block 256 and 32 heads a
-tile is 8 MiB, which the 50 MB of L2 of an H200 hold and the VMEM of a TPU may.
+For the traffic it suffices on TPU, where the compiled program holds the tile (8 MiB for 32 heads
+at block 256) in VMEM between the matrix product and the exponentials, and HBM sees D x item size
+/ block bytes per pair, of keys. On GPU product, exponentials and sums are three programs: logits
+and weights are written and read, 16 bytes per pair through L2. There `pallas_mosaic_gpu` is.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def _logits(products: Array, held: Array, oldest: Array, newest: Array, scale: f
     return jnp.where(seen, products * (scale * math.log2(math.e)), LOW)
 
 
-def _product(left: Any, right: Any) -> Array:
+def product(left: Any, right: Any) -> Array:
     """left @ right^T of two tiles in shared memory."""
 
     def multiply(out: Any) -> Array:
@@ -45,7 +45,7 @@ def _product(left: Any, right: Any) -> Array:
     return product
 
 
-def _swizzled(head_dim: int, dtype: Any) -> tuple[Any, ...]:
+def swizzled(head_dim: int, dtype: Any) -> tuple[Any, ...]:
     bits = jnp.dtype(dtype).itemsize * 8
     swizzle = plgpu.find_swizzle(head_dim * bits)
     return plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle)
@@ -67,8 +67,7 @@ def normalisers(
     bounds = jnp.stack(
         [pad_to(rows.oldest, ROW_TILE, 1), pad_to(rows.newest, ROW_TILE, 1, fill=-1)], axis=1
     ).reshape(-1, 2, tiles, ROW_TILE)
-    shape = (block, head_dim)
-    transforms = _swizzled(head_dim, keys.dtype)
+    transforms = swizzled(head_dim, keys.dtype)
 
     def kernel(
         query_gmem: Any,
@@ -78,25 +77,29 @@ def normalisers(
         out_gmem: Any,
         query_smem: Any,
         bound_smem: Any,
-        out_smem: Any,
+        state_smem: Any,
         arrived: Any,
     ) -> None:
         head, part = lax.axis_index("head"), lax.axis_index("part")
-        plgpu.copy_gmem_to_smem(query_gmem.at[head], query_smem, arrived)
+        for tile in range(tiles):
+            piece = query_gmem.at[head, pl.ds(tile * ROW_TILE, ROW_TILE)]
+            plgpu.copy_gmem_to_smem(piece, query_smem.at[tile], arrived)
         plgpu.copy_gmem_to_smem(bound_gmem.at[lax.div(head, kv_heads)], bound_smem, arrived)
+        across, down = plgpu.Layout.WGMMA.reduce(0), plgpu.Layout.WGMMA.reduce(1)
+        wide = (ROW_TILE, block)
+        for tile in range(tiles):
+            for kind, value in enumerate((LOW, 0.0)):
+                filled = jnp.full((ROW_TILE,), value, jnp.float32)
+                state_smem[kind, tile] = plgpu.layout_cast(filled, down)
         plgpu.barrier_wait(arrived)
 
-        def step(
-            indices: Any, key_smem: Any, held_smem: Any, carry: tuple[Array, ...]
-        ) -> tuple[Array, ...]:
+        def step(indices: Any, key_smem: Any, held_smem: Any) -> None:
             del indices
-            after = []
-            for tile in range(tiles):
-                largest, total = carry[2 * tile : 2 * tile + 2]
-                products = _product(query_smem.at[pl.ds(tile * ROW_TILE, ROW_TILE)], key_smem)
-                wide = products.shape
-                across = plgpu.Layout.WGMMA.reduce(0)
-                down = plgpu.Layout.WGMMA.reduce(1)
+
+            # A loop, and the state in shared memory: unrolled, the tiles' registers spill.
+            @pl.loop(0, tiles)
+            def _each_tile(tile: Array) -> None:
+                products = product(query_smem.at[tile], key_smem)
                 slot = plgpu.load(held_smem, layout=across)
                 oldest = plgpu.load(bound_smem.at[0, tile], layout=down)
                 newest = plgpu.load(bound_smem.at[1, tile], layout=down)
@@ -107,41 +110,36 @@ def normalisers(
                     lax.broadcast_in_dim(newest, wide, [0]),
                     head_dim**-0.5,
                 )
+                largest = plgpu.load(state_smem.at[0, tile], layout=down)
+                total = plgpu.load(state_smem.at[1, tile], layout=down)
                 now = jnp.maximum(largest, jnp.max(logits, axis=1))
                 mass = jnp.exp2(logits - lax.broadcast_in_dim(now, wide, [0]))
-                after += [now, total * jnp.exp2(largest - now) + jnp.sum(mass, axis=1)]
-            return tuple(after)
+                state_smem[0, tile] = now
+                state_smem[1, tile] = total * jnp.exp2(largest - now) + jnp.sum(mass, axis=1)
 
-        def filled(value: float) -> Array:
-            return plgpu.layout_cast(
-                jnp.full((ROW_TILE,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1)
-            )
-
-        found = plgpu.emit_pipeline(
+        plgpu.emit_pipeline(
             step,
             grid=(per_part,),
             in_specs=[
-                plgpu.BlockSpec(shape, lambda i: (part * per_part + i, 0), transforms=transforms),
+                plgpu.BlockSpec(
+                    (block, head_dim), lambda i: (part * per_part + i, 0), transforms=transforms
+                ),
                 plgpu.BlockSpec((block,), lambda i: (part * per_part + i,)),
             ],
             max_concurrent_steps=steps,
-            init_carry=tuple([filled(LOW), filled(0.0)] * tiles),
         )(key_gmem.at[head], held_gmem.at[head])
-        for tile in range(tiles):
-            out_smem[0, tile] = found[2 * tile]
-            out_smem[1, tile] = found[2 * tile + 1]
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_smem, out_gmem.at[head, part])
+        plgpu.copy_smem_to_gmem(state_smem, out_gmem.at[head, part])
         plgpu.wait_smem_to_gmem(0)
 
     found = plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((heads, parts, 2, tiles, ROW_TILE), jnp.float32),
         scratch_types=[
-            plgpu.SMEM(queries.shape[1:], queries.dtype, transforms=transforms),
+            plgpu.SMEM((tiles, ROW_TILE, head_dim), keys.dtype, transforms=transforms),
             plgpu.SMEM(bounds.shape[1:], jnp.int32),
             plgpu.SMEM((2, tiles, ROW_TILE), jnp.float32),
-            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_arrivals=tiles + 1),
         ],
         grid=(parts, heads),
         grid_names=("part", "head"),
@@ -179,7 +177,7 @@ def reductions(
     bounds = bounds.reshape(-1, 2, per_head, chunk)
     shares = shares[..., :width].reshape(*shares.shape[:2], per_head, chunk)
     offset = offset.reshape(heads, chunks, chunk)
-    transforms = _swizzled(head_dim, keys.dtype)
+    transforms = swizzled(head_dim, keys.dtype)
     outputs = kinds * (groups if over_heads is None else 1)
 
     def kernel(
@@ -219,7 +217,7 @@ def reductions(
             slot = lax.broadcast_in_dim(slot, wide, [0])
 
             def of_chunk(group: Array, at: int) -> Sequence[Array]:
-                products = _product(key_smem, query_smem.at[group * per_head + at])
+                products = product(key_smem, query_smem.at[group * per_head + at])
                 oldest, newest = across(bound_smem.at[0, at]), across(bound_smem.at[1, at])
                 logits = _logits(products, slot, oldest, newest, head_dim**-0.5)
                 logs = logits - across(offset_smem.at[group * per_head + at])

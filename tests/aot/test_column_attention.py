@@ -1,7 +1,11 @@
-"""Column attention compiled for each target: memory linear in the prompt, as XLA compiles it."""
+"""Column attention compiled for each target: memory linear in the prompt.
+
+On TPU, and for the variance, these are XLA's blocks; sums on GPU are a kernel.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -10,6 +14,7 @@ import pytest
 
 from kernels_pallas.column_attention import column_attention
 from kernels_pallas.column_attention.shapes import SHAPES, Shape
+from tests.aot.conftest import PLATFORM
 
 BLOCK = 256
 
@@ -33,14 +38,17 @@ def test_temporaries_are_tiles_and_results(compile_for, name, statistic):
     compiled = compile_for(function, *specs(shape, jnp.bfloat16))
     results = 4 * shape.batch * shape.heads * shape.tokens
     tile = 4 * shape.batch * shape.heads * BLOCK**2
-    assert compiled.temporary_bytes <= 4 * results + 5 * tile
+    assert compiled.spilled_bytes == 0
+    assert compiled.temporary_bytes <= 4 * results + (0 if PLATFORM == "gpu" else 5 * tile)
     assert compiled.spilled_bytes == 0
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_batches_compile_in_both_types(compile_for, dtype):
-    shape = SHAPES["prompt_4k"]
-    compiled = compile_for(column_attention, *specs(shape, dtype))
+def test_batches_of_small_heads_compile_in_both_types(compile_for, dtype):
+    shape = dataclasses.replace(SHAPES["prompt_4k"], head_dim=80)
+    function = partial(column_attention, statistic="max", window=1024)
+    compiled = compile_for(function, *specs(shape, dtype))
     results = 4 * shape.batch * shape.heads * shape.tokens
     tile = 4 * shape.batch * shape.heads * BLOCK**2
-    assert compiled.temporary_bytes <= 4 * results + 5 * tile
+    assert compiled.spilled_bytes == 0
+    assert compiled.temporary_bytes <= 4 * results + (0 if PLATFORM == "gpu" else 5 * tile)

@@ -26,18 +26,22 @@ def specs(shape: Shape, dtype):
     )
 
 
-def check(compiled, shape: Shape, outputs_per_kv_head: int):
+def check(compiled, shape: Shape, outputs_per_kv_head: int, key_bytes: int = 2):
     assert KERNEL in compiled.text
     assert compiled.spilled_bytes == 0
     # Positions and scores may be laid out anew; the logits would be 4 G W times as many bytes.
     entries = shape.batch * shape.kv_heads * shape.slots
-    assert compiled.temporary_bytes <= 4 * entries * (2 + outputs_per_kv_head) + 2**21
+    allowed = 4 * entries * (2 + outputs_per_kv_head) + 2**21
+    if PLATFORM == "gpu" and shape.slots % 8:
+        allowed += key_bytes * (entries + 8 * shape.batch * shape.kv_heads) * shape.head_dim
+    assert compiled.temporary_bytes <= allowed
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("name", ["prompt_4k", "prompt_128k", "budget_1024", "smollm2_8k"])
 def test_scores_compile_to_the_kernel(compile_for, name, dtype):
-    check(compile_for(window_scores, *specs(SHAPES[name], dtype)), SHAPES[name], 1)
+    compiled = compile_for(window_scores, *specs(SHAPES[name], dtype))
+    check(compiled, SHAPES[name], 1, jnp.dtype(dtype).itemsize)
 
 
 @pytest.mark.parametrize("reduction", [("max", "max"), ("sum", None), ("mean", "mean")])

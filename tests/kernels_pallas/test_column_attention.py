@@ -106,7 +106,7 @@ def test_long_prompts_are_visited_in_blocks():
 
 
 def test_blocks_visit_hardly_more_pairs_than_the_causal_half():
-    for tokens in (2048, 32768, 131072):
+    for tokens in (2048, 32768):
         positions = jnp.arange(tokens)[None]
         bounds = block_bounds(positions[:, None], 256)
         ranges = jax.vmap(partial(visible_range, bounds, window=NO_WINDOW))
