@@ -55,8 +55,11 @@ def memory_update(
             products = product("bknm,bknd->bkmd", phi, v)
             squares = jnp.sum(jnp.square(phi), axis=2)
         else:
-            phi = normalised(product("bknd,kdm->bnm", k, weights), normalise)
-            products = product("bnm,bknd->bmkd", phi, v).reshape(values_state.shape)
+            # Heads side by side, so that each product contracts one axis.
+            k, v = (jnp.swapaxes(array, 1, 2).reshape(batch, block, -1) for array in (k, v))
+            wide = weights.reshape(-1, weights.shape[-1])
+            phi = normalised(product("bnf,fm->bnm", k, wide), normalise)
+            products = product("bnm,bnf->bmf", phi, v)
             squares = jnp.sum(jnp.square(phi), axis=1)
         return state[0] + eta * products, state[1] + eta * squares
 

@@ -33,7 +33,6 @@ def state(shape: MemoryShape, per_head: bool):
         ("cut-of-128k", "aligned"),
         ("cut-of-128k", "per head"),
         ("cut-128-of-1152", "unaligned"),
-        ("cut-of-32k", "unaligned"),
     ],
 )
 def test_a_write_holds_one_block(compile_for, name, kind):
