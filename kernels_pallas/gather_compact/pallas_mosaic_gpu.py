@@ -27,6 +27,7 @@ from jaxtyping import Array, Int
 from kernels_pallas import lowering
 
 _BLOCK_BYTES = 2**14  # of an array in shared memory, twice
+_TOGETHER = 4  # indices that are read at once
 
 
 def compact(
@@ -107,10 +108,17 @@ def compact(
 
             @pl.when(~stays & ~run)
             def fetch_each() -> None:
-                def one(at: Any, _: None) -> None:
-                    copies(index[head, block * size + at], 1, half, at, single)
+                def some(at: Any, count: int) -> None:
+                    # Loaded together, so that their latencies overlap.
+                    sources = [index[head, block * size + at + one] for one in range(count)]
+                    for one, source in enumerate(sources):
+                        copies(source, 1, half, at + one, single)
 
-                lax.fori_loop(0, size, one, None)
+                lax.fori_loop(
+                    0, size // _TOGETHER, lambda at, _: some(at * _TOGETHER, _TOGETHER), None
+                )
+                if size % _TOGETHER:
+                    some(size - size % _TOGETHER, size % _TOGETHER)
 
         def step(block: Any, _: None) -> None:
             half = block % 2

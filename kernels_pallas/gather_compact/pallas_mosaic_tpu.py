@@ -19,6 +19,9 @@ Bytes, per row that stays: one row written, and read at most 1.4 rows (dense), 1
 the kept rows in and out, 1.0 in sparse float32, and in sparse bfloat16 1.5 for lone rows and 1.1
 for runs of five. Clearing writes the slots from `lengths` to `held`. Beside these 4 bytes per
 slot of indices.
+
+That is so for arrays of 128 elements to a row and of a multiple of 8 slots. Others a TPU program
+keeps in another layout than the kernel reads, and copies them to it and back.
 """
 
 from __future__ import annotations

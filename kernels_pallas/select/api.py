@@ -6,6 +6,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kernels_pallas import dispatch
@@ -62,6 +63,13 @@ def kept_indices(
     At most `capacity` stay: of more, the first ones.
     """
     slots = keep.shape[-1]
+    if dispatch.platform() == "tpu":
+        # Reads at computed places cost a TPU more than all exchanges of a sort.
+        slot = lax.broadcasted_iota(jnp.int32, keep.shape, keep.ndim - 1)
+        found = jnp.sort(jnp.where(keep, slot, slots), axis=-1)[..., :capacity]
+        widths = [(0, 0)] * (keep.ndim - 1) + [(0, capacity - found.shape[-1])]
+        count = jnp.sum(keep, axis=-1, dtype=jnp.int32)
+        return jnp.pad(found, widths, constant_values=slots), jnp.minimum(count, capacity)
     running = jnp.cumsum(keep, axis=-1, dtype=jnp.int32)
     wanted = jnp.arange(1, capacity + 1, dtype=jnp.int32)
     find = jax.vmap(lambda row: jnp.searchsorted(row, wanted))

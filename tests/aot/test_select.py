@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kernels_pallas.select import competing_threshold, keep_mask, order_key
+from kernels_pallas.gather_compact import compact
+from kernels_pallas.select import competing_threshold, keep_mask, kept_indices, order_key
 from kernels_pallas.select.shapes import SHAPES
 from tests.aot.conftest import PLATFORM
 
@@ -80,3 +81,19 @@ def test_the_gpu_kernel_serves_rows_that_are_no_multiple_of_a_block(compile_for,
     compiled = compile_for(keep_mask, *rows, jax.ShapeDtypeStruct((8,), jnp.int32))
     assert "mosaic_gpu" in compiled.text
     assert compiled.spilled_bytes == 0
+
+
+def test_a_whole_cut_selects_and_moves_within_the_cache(compile_for):
+    shape = SHAPES["decode, batch 16"]
+    heads = jax.ShapeDtypeStruct(shape.heads, jnp.int32)
+    cache = jax.ShapeDtypeStruct((*shape.heads, shape.slots, 128), jnp.bfloat16)
+
+    def cut(keys, values, scores, rank, valid, budgets, held):
+        keep = keep_mask(scores, rank, valid, budgets)
+        indices, lengths = kept_indices(keep, shape.slots)
+        return *compact((keys, values), indices, lengths, held=held), lengths
+
+    rows = arguments_of((*shape.heads, shape.slots))
+    compiled = compile_for(cut, cache, cache, *rows, heads, heads, donate=(0, 1))
+    assert compiled.aliased_bytes >= 4 * cache.size
+    assert compiled.temporary_bytes <= 0.05 * 4 * cache.size

@@ -9,7 +9,13 @@ import pytest
 
 from kernels_pallas import lowering
 from kernels_pallas.dispatch import VARIABLE
-from kernels_pallas.select import competing_threshold, digits, keep_mask, pallas_mosaic_gpu
+from kernels_pallas.select import (
+    competing_threshold,
+    digits,
+    keep_mask,
+    kept_indices,
+    pallas_mosaic_gpu,
+)
 from tests.kernels_pallas import definitions
 
 
@@ -80,6 +86,17 @@ def test_the_threshold_of_competing_heads_is_the_same_by_digits(monkeypatch, pla
         assert threshold == 2**32 - 1 or count(row, threshold + 1) < int(total[row])
     other = competing_threshold(keys, total, low, high, implementation="threshold")
     np.testing.assert_array_equal(found, other)
+
+
+@pytest.mark.parametrize("capacity", [1, 9, 30])
+def test_places_of_kept_slots_are_the_same_by_sort(monkeypatch, capacity):
+    keep = np.random.default_rng(3).random((2, 3, 24)) < np.array([0.0, 0.5, 1.0])[:, None]
+    expected = kept_indices(jnp.asarray(keep), capacity)
+    monkeypatch.setenv(VARIABLE, "tpu")
+    found = kept_indices(jnp.asarray(keep), capacity)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert one.dtype == other.dtype
 
 
 def test_the_gpu_kernel_keeps_what_a_sort_keeps():
