@@ -98,7 +98,7 @@ def window_moments(
 
     shape = (keys.shape[0], queries.shape[1], keys.shape[2])
     mean, variance, entropy = _two_sweeps(
-        rows, chunk, keys, positions, shares, reduce, over_chunks=None, over_heads=None, kinds=3
+        rows, chunk, keys, positions, shares, reduce, over_chunks=jnp.add, over_heads=None, kinds=3
     )
     return mean.reshape(shape), variance.reshape(shape), entropy.reshape(shape)
 
@@ -128,7 +128,7 @@ def _two_sweeps(
     shares: Float[Array, "B C R"],
     reduce: Reduce,
     *,
-    over_chunks: Combine | None,
+    over_chunks: Combine,
     over_heads: Combine | None,
     kinds: int,
 ) -> list[Float[Array, "BK N S"]]:

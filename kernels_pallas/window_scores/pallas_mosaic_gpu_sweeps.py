@@ -46,9 +46,13 @@ def product(left: Any, right: Any) -> Array:
 
 
 def swizzled(head_dim: int, dtype: Any) -> tuple[Any, ...]:
+    """How rows of `head_dim` lie in shared memory for a matrix product."""
     bits = jnp.dtype(dtype).itemsize * 8
     swizzle = plgpu.find_swizzle(head_dim * bits)
-    return plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle)
+    # mypy takes the transforms for abstract classes.
+    tiling: Any = plgpu.TilingTransform
+    swizzling: Any = plgpu.SwizzleTransform
+    return tiling((8, 8 * swizzle // bits)), swizzling(swizzle)
 
 
 def normalisers(
@@ -162,7 +166,7 @@ def reductions(
     shares: Float[Array, "B C R"],
     reduce: Reduce,
     *,
-    over_chunks: Combine | None,
+    over_chunks: Combine,
     over_heads: Combine | None,
     kinds: int,
 ) -> Float[Array, "BK N P"]:

@@ -56,15 +56,16 @@ def window_scores(
         query_positions, query_weights, rows, over_queries=over_queries, over_group=over_group
     )
     by_query = jnp.max if over_queries == "max" else jnp.sum
-    by_group = {"sum": sum, "mean": sum, "max": partial(_largest), None: None}[over_group]
+    by_group = jnp.max if over_group == "max" else jnp.sum
 
     def reduce(weights: Array, logs: Array, shares: Array) -> Sequence[Array]:
         del logs
         weighted = weights * shares[:, :1]
-        if by_query is jnp.sum and by_group is sum:
+        if over_queries != "max" and over_group in ("sum", "mean"):
             return [jnp.sum(weighted, axis=0, keepdims=True)]
-        heads = [by_query(part, axis=0, keepdims=True) for part in _heads(weighted, rows)]
-        return [jnp.concatenate(heads, axis=0) if by_group is None else by_group(heads)]
+        parts = [by_query(part, axis=0, keepdims=True) for part in _heads(weighted, rows)]
+        heads = jnp.concatenate(parts, axis=0)
+        return [heads if over_group is None else by_group(heads, axis=0, keepdims=True)]
 
     count = rows.groups if over_group is None else 1
     (scores,) = _two_sweeps(
@@ -121,10 +122,6 @@ def _rows(queries: Array, keys: Array, query_positions: Array, window: Any) -> R
 
 def _heads(array: Array, rows: Rows) -> list[Array]:
     return [array[g * rows.width : (g + 1) * rows.width] for g in range(rows.groups)]
-
-
-def _largest(heads: Sequence[Array]) -> Array:
-    return jnp.max(jnp.concatenate(heads, axis=0), axis=0, keepdims=True)
 
 
 def _two_sweeps(

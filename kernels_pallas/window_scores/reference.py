@@ -91,8 +91,9 @@ def window_scores(
         return rows
     if over_group is None:
         return rows.reshape(batch, heads, slots)
-    reduce = {"mean": jnp.mean, "sum": jnp.sum, "max": jnp.max}[over_group]
-    return reduce(rows, axis=2)
+    if over_group == "max":
+        return jnp.max(rows, axis=2)
+    return jnp.mean(rows, axis=2) if over_group == "mean" else jnp.sum(rows, axis=2)
 
 
 def window_moments(

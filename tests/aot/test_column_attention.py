@@ -37,18 +37,31 @@ def test_temporaries_are_tiles_and_results(compile_for, name, statistic):
     function = partial(column_attention, statistic=statistic)
     compiled = compile_for(function, *specs(shape, jnp.bfloat16))
     results = 4 * shape.batch * shape.heads * shape.tokens
-    tile = 4 * shape.batch * shape.heads * BLOCK**2
+    tile = 4 * shape.heads * BLOCK**2
     assert compiled.spilled_bytes == 0
-    assert compiled.temporary_bytes <= 4 * results + (0 if PLATFORM == "gpu" else 5 * tile)
+    # For TPU XLA rounds float32 operands to bfloat16, all of them ahead of the loop.
+    rounded = compiled.argument_bytes // 2 if dtype == jnp.float32 else 0
+    assert compiled.temporary_bytes <= 4 * results + 4 * tile + rounded
     assert compiled.spilled_bytes == 0
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_batches_of_small_heads_compile_in_both_types(compile_for, dtype):
-    shape = dataclasses.replace(SHAPES["prompt_4k"], head_dim=80)
+def test_batches_compile_in_both_types(compile_for, dtype):
+    shape = SHAPES["prompt_4k"]
     function = partial(column_attention, statistic="max", window=1024)
     compiled = compile_for(function, *specs(shape, dtype))
     results = 4 * shape.batch * shape.heads * shape.tokens
-    tile = 4 * shape.batch * shape.heads * BLOCK**2
+    tile = 4 * shape.heads * BLOCK**2
     assert compiled.spilled_bytes == 0
-    assert compiled.temporary_bytes <= 4 * results + (0 if PLATFORM == "gpu" else 5 * tile)
+    # For TPU XLA rounds float32 operands to bfloat16, all of them ahead of the loop.
+    rounded = compiled.argument_bytes // 2 if dtype == jnp.float32 else 0
+    assert compiled.temporary_bytes <= 4 * results + 4 * tile + rounded
+
+
+@pytest.mark.skipif(PLATFORM != "gpu", reason="a kernel on GPU only")
+@pytest.mark.parametrize(("head_dim", "dtype"), [(80, jnp.float32), (64, jnp.bfloat16)])
+def test_small_heads_compile_to_the_kernel(compile_for, head_dim, dtype):
+    shape = dataclasses.replace(SHAPES["prompt_32k"], head_dim=head_dim)
+    compiled = compile_for(column_attention, *specs(shape, dtype))
+    assert "mosaic_gpu" in compiled.text
+    assert compiled.spilled_bytes == 0

@@ -93,6 +93,16 @@ def test_column_statistics_equal_those_of_the_queries_that_see_the_slot(statisti
     np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
+def test_rows_one_by_one_give_what_they_give_together(monkeypatch):
+    queries, keys, values, asked, places = case((3, 2, 3, 33, 70, 16), seed=16)
+    _, lse = dense(queries, keys, values, asked, places)
+    sums = partial(blockwise.column_attention, block=16)
+    together = sums(queries, lse, keys, asked, places)
+    monkeypatch.setenv(dispatch.VARIABLE, "tpu")
+    by_row = sums(queries, lse, keys, asked, places)
+    np.testing.assert_allclose(by_row, together, atol=1e-6)
+
+
 def test_long_prompts_are_visited_in_blocks():
     queries, keys, values, asked, places = case((1, 1, 1, 33, 70, 16), seed=15)
     _, lse = dense(queries, keys, values, asked, places)
