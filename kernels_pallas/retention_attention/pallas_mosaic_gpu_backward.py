@@ -347,7 +347,7 @@ def _keys_kernel(
 
     @pl.when(me == 2)
     def copy() -> None:
-        plgpu.set_max_registers(24, action="decrease")
+        plgpu.set_max_registers(32, action="decrease")
 
         @pl.loop(0, count * group)
         def ahead(step: Array) -> None:

@@ -92,8 +92,9 @@ def test_gradients_need_linear_memory(compile_for, name):
         assert program.temporary_bytes < 6 * nbytes(*specs.values())
         return
     assert program.text.count(CALL) >= 3
-    # Of the key side's 240 registers 160 hold sums and weights at D = 128: two spill.
-    assert program.spilled_bytes <= (16 if shape.size > 64 else 0)
+    # At D = 128 sums and weights hold 208 of the key side's 240 registers, and ptxas spills two:
+    # 8 bytes stored and 24 loaded, which it prints twice.
+    assert program.spilled_bytes <= (64 if shape.size == 128 else 0)
     assert program.temporary_bytes < 1.5 * nbytes(specs["queries"]) + copies(shape) + 2**20
 
 

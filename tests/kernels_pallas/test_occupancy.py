@@ -229,8 +229,9 @@ def test_tiles_visited_hold_few_pairs_beside_those_that_count():
         segments = rows(np.repeat(np.arange(documents), 1024 // documents))
         everyone = tokens(segments)
         first, last = visible_ranges(everyone, everyone, block, block)
-        needed = np.sum(np.asarray(visible(everyone, everyone)))
-        assert needed <= np.sum(last - first) * block**2 <= 1.5 * needed
+        needed = int(np.sum(np.asarray(visible(everyone, everyone))))
+        visited = int(np.sum(np.asarray(last) - np.asarray(first))) * block**2
+        assert needed <= visited <= 1.5 * needed
 
 
 def working_memory(form, length, count=None):
