@@ -14,59 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """One operation at one size."""
-
-    make: Callable[[jax.Array], tuple[Any, ...]]  # arguments from a key
-    call: Callable[..., Any]  # (*arguments, implementation=)
-    bytes: float
-    flops: float
-    replaces: bool = False  # the result is the next call's first argument, in place
-    agree: Callable[..., None] | None = None  # (arguments, found, wanted); None: close numbers
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Size:
-    """One layer's attention: `queries` ask `tokens` slots, of which `kept` are kept."""
-
-    tokens: int
-    batch: int = 1
-    queries: int = 0  # 0: every token asks
-    kept: int = 1024
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    page: int = 16
-    dtype: str = "bfloat16"
-
-    @property
-    def asking(self) -> int:
-        return self.queries or self.tokens
-
-    @property
-    def pairs(self) -> int:
-        """Pairs (query head, query, key) that see each other: the queries are the last tokens."""
-        apart = self.asking * self.tokens - self.asking * (self.asking - 1) // 2
-        return self.batch * self.heads * apart
-
-    def normal(self, key: jax.Array, *shape: int) -> jax.Array:
-        return jax.random.normal(key, shape, jnp.dtype(self.dtype))
-
-    def asked(self, key: jax.Array) -> jax.Array:
-        return self.normal(key, self.batch, self.heads, self.asking, self.head_dim)
-
-    def held(self, key: jax.Array) -> jax.Array:
-        return self.normal(key, self.batch, self.kv_heads, self.tokens, self.head_dim)
-
-    def asked_at(self) -> jax.Array:
-        places = jnp.arange(self.tokens - self.asking, self.tokens, dtype=jnp.int32)
-        return jnp.tile(places, (self.batch, 1))
-
-    def held_at(self) -> jax.Array:
-        places = jnp.arange(self.tokens, dtype=jnp.int32)
-        return jnp.tile(places, (self.batch, self.kv_heads, 1))
+from benchmarks.kernel_sizes import Case, Size, close, close_in_units_of_largest
 
 
 def _touched(size: Size, queries: int, slots: int, results: int) -> float:
@@ -188,7 +136,8 @@ def decode_attention(function: Callable[..., Any], size: Size) -> Case:
 
 
 def paged_attention(function: Callable[..., Any], size: Size) -> Case:
-    pages = size.tokens // size.page
+    pages = -(-size.tokens // size.page)
+    size = dataclasses.replace(size, tokens=pages * size.page)
     shape = (size.batch, size.kv_heads * pages, size.page, size.head_dim)
     dense = decode_attention(function, size)
 
@@ -233,6 +182,83 @@ def retention_attention(function: Callable[..., Any], size: Size) -> Case:
     )
 
 
+def retention_gradient(function: Callable[..., Any], size: Size) -> Case:
+    """Forward and backward pass: seven products of a pair's numbers where the forward has two."""
+    forward = retention_attention(function, size)
+
+    def call(*arguments: Any, implementation: str | None) -> Any:
+        *inputs, segments = arguments
+
+        def total(inputs: list[Any]) -> jax.Array:
+            out = function(*inputs, segments, implementation=implementation)
+            return jnp.sum(jnp.square(out.astype(jnp.float32)))
+
+        return jax.grad(total)(list(inputs))
+
+    def agree(_: tuple[Any, ...], found: Any, wanted: Any) -> None:
+        close_in_units_of_largest(found, wanted)
+
+    bytes_, flops = 3 * forward.bytes, 3.5 * forward.flops
+    return dataclasses.replace(forward, call=call, bytes=bytes_, flops=flops, agree=agree)
+
+
+def memory_update(function: Callable[..., Any], size: Size) -> Case:
+    """IndexMem's state of M features after half of the entries are written to it."""
+    features, width = 4 * size.head_dim, size.kv_heads * size.head_dim
+
+    def make(key: jax.Array) -> tuple[Any, ...]:
+        weights = jax.random.normal(key, (size.kv_heads, size.head_dim, features), jnp.float32)
+        return (
+            weights * jnp.float32(width**-0.5),
+            jnp.zeros((size.batch, features, width), jnp.float32),
+            jnp.zeros((size.batch, features), jnp.float32),
+            size.held(key),
+            size.held(jax.random.fold_in(key, 1)),
+            size.held_at(),
+            size.held_at() % 2 == 0,
+            jnp.ones(size.batch, jnp.float32),
+        )
+
+    item = jnp.dtype(size.dtype).itemsize
+    return Case(
+        make=make,
+        call=function,
+        bytes=size.batch * width * (2.0 * size.tokens * item + 8.0 * features)
+        + 4.0 * width * features,
+        flops=4.0 * size.batch * size.tokens * width * features / 2,
+    )
+
+
+def removal_error(function: Callable[..., Any], size: Size) -> Case:
+    """ReST-KV's joint change of a group's output; the factor of W_O is lower triangular."""
+    group = size.heads // size.kv_heads
+    wide = group * size.head_dim
+
+    def make(key: jax.Array) -> tuple[Any, ...]:
+        logits = jax.random.normal(key, (size.batch, size.kv_heads, group, size.tokens))
+        factor = jnp.tril(jax.random.normal(key, (size.kv_heads, wide, wide), jnp.float32))
+        return (
+            jax.nn.softmax(logits.astype(jnp.float32)),
+            size.held(key),
+            size.held_at(),
+            jnp.full(size.batch, size.tokens, jnp.int32),
+            factor * jnp.float32(wide**-0.5),
+        )
+
+    def call(*arguments: Any, implementation: str | None) -> Any:
+        return function(*arguments, joint=True, implementation=implementation)
+
+    rows = size.batch * size.kv_heads
+    item = jnp.dtype(size.dtype).itemsize
+    return Case(
+        make=make,
+        call=call,
+        bytes=rows * size.tokens * (4.0 * group + item * size.head_dim + 4)
+        + 4.0 * size.kv_heads * wide**2,
+        flops=rows * size.tokens * float(wide) ** 2,
+    )
+
+
 def occupancy(function: Callable[..., Any], size: Size) -> Case:
     """An exponential, a product and a sum per pair; no matrix product."""
 
@@ -263,18 +289,6 @@ def select(function: Callable[..., Any], size: Size) -> Case:
         bytes=10.0 * size.batch * size.kv_heads * size.tokens,
         flops=0.0,
     )
-
-
-def close(found: Any, wanted: Any) -> None:
-    """Of the same shape, infinite at the same places, and nearly equal elsewhere."""
-    import numpy as np
-
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        exact = not jnp.issubdtype(b.dtype, jnp.floating)
-        rough = 2e-2 if b.dtype == jnp.bfloat16 else 5e-3  # tf32 is off by 5e-4 per product
-        tolerance = 0.0 if exact else rough
-        a, b = (np.asarray(x, x.dtype if exact else np.float32) for x in (a, b))
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
 def _uneven(size: Size) -> jax.Array:

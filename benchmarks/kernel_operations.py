@@ -7,33 +7,28 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
+import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from benchmarks import kernel_cases as cases
-from benchmarks.kernel_cases import Case, Size
+from benchmarks.kernel_sizes import Case, Size
+from kernels_pallas.pooled_max import shapes as pooled_max_shapes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Operation:
-    """An operation's sizes by name, how a size becomes a case, and its implementations.
+    """An operation's sizes by name, and how a size becomes a case.
 
-    `small` is for tests on a CPU; `checks` are compared with the reference on a device. `portable`
-    starts with the reference; without `kernels` the last of them is what runs everywhere.
+    `small` is for tests on a CPU; `checks` are compared with the reference on a device.
     """
 
     function: str  # module:name
+    case: Callable[[Callable[..., Any], Any], Case]
     sizes: Mapping[str, Any]
     small: Any
     checks: Mapping[str, Any]
-    case: Callable[[Callable[..., Any], Any], Case]
-    portable: tuple[str, ...]
-    kernels: bool = True
-
-    def implementations(self, platform: str) -> tuple[str, ...]:
-        """All that can run on a platform: "cpu", "gpu" or "tpu"."""
-        kernel = f"mosaic_{platform}" if self.kernels and platform in ("gpu", "tpu") else None
-        return self.portable if kernel is None else (*self.portable, kernel)
 
     def load(self) -> Callable[..., Any] | None:
         """The function; None where this version does not have it."""
@@ -43,55 +38,68 @@ class Operation:
         except ModuleNotFoundError:
             return None
 
+    def implementations(self, platform: str) -> tuple[str, ...]:
+        """All that run on a platform, "cpu", "gpu" or "tpu": the reference first, a kernel last.
 
-def _listed(
-    package: str, convert: Callable[[Any], Size | None], otherwise: Mapping[str, Size]
+        They are those that the function's `implementation` allows.
+        """
+        function = inspect.unwrap(self.load())
+        allowed = typing.get_type_hints(function)["implementation"]
+        names = _texts(allowed)
+        return (
+            *(name for name in names if not name.startswith("mosaic_")),
+            *(name for name in names if name == f"mosaic_{platform}"),
+        )
+
+
+def _texts(annotation: Any) -> tuple[str, ...]:
+    """The strings of an optional Literal, also behind a `type` statement."""
+    if isinstance(annotation, str):
+        return (annotation,)
+    parts = typing.get_args(getattr(annotation, "__value__", annotation))
+    return tuple(text for part in parts for text in _texts(part))
+
+
+# What shapes.py of the operations call a size's fields.
+_FIELDS = {
+    "tokens": ("tokens", "slots", "length"),
+    "queries": ("queries", "window"),
+    "head_dim": ("head_dim", "size"),
+    **{name: (name,) for name in ("batch", "heads", "kv_heads", "kept", "page", "dtype")},
+}
+
+
+def sizes_of(
+    package: str, otherwise: Mapping[str, Size], *, layers: bool = False
 ) -> Mapping[str, Size]:
-    """The sizes that an operation's own shapes.py names, where it has one."""
+    """The sizes that an operation's own shapes.py names, where it has one.
+
+    With `layers` those of a shape are more rows of its batch. Left out are shapes of another kind
+    of cache, or of heads that compete across layers.
+    """
     try:
         named = importlib.import_module(f"kernels_pallas.{package}.shapes").SHAPES
     except ModuleNotFoundError:
         return otherwise
-    sizes = {name: convert(shape) for name, shape in named.items()}
-    return {name: size for name, size in sizes.items() if size is not None}
+    sizes = {}
+    for name, shape in named.items():
+        given = dataclasses.asdict(shape)
+        if layers and (given.get("page") or given.get("competing")):
+            continue
+        fields = {
+            field: given[alias]
+            for field, aliases in _FIELDS.items()
+            for alias in aliases
+            if given.get(alias) is not None
+        }
+        if layers:
+            fields["batch"] *= given["layers"]
+        sizes[name] = Size(**fields)
+    return sizes
 
 
-def _window(shape: Any) -> Size:
-    return Size(
-        tokens=shape.slots,
-        batch=shape.batch,
-        queries=shape.window,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-    )
-
-
-def _prompt(shape: Any) -> Size:
-    return Size(
-        tokens=shape.tokens,
-        batch=shape.batch,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-    )
-
-
-def _compaction(shape: Any) -> Size | None:
-    """Layers are more rows; pages have another layout."""
-    if shape.page is not None:
-        return None
-    rows = shape.layers * shape.batch
-    return Size(tokens=shape.slots, batch=rows, kv_heads=shape.kv_heads, kept=shape.kept)
-
-
-def _pooled() -> Mapping[str, Any]:
-    return importlib.import_module("kernels_pallas.pooled_max.shapes").SHAPES
-
-
-def _pooled_check(**changes: Any) -> Any:
-    shape = importlib.import_module("kernels_pallas.pooled_max.shapes").teacher(2, 1000)
-    return dataclasses.replace(shape, **changes)
+def pooled(**changes: Any) -> pooled_max_shapes.Shape:
+    return dataclasses.replace(pooled_max_shapes.teacher(2, 1000), **changes)
 
 
 PROMPTS = {
@@ -126,100 +134,100 @@ KEPT = {name: dataclasses.replace(size, kept=size.tokens // 3) for name, size in
 OPERATIONS = {
     "window_scores": Operation(
         function="kernels_pallas.window_scores:window_scores",
-        sizes=_listed("window_scores", _window, WINDOWS),
+        case=cases.window_scores,
+        sizes=sizes_of("window_scores", WINDOWS),
         small=dataclasses.replace(LITTLE, queries=5),
         checks=FEW,
-        case=cases.window_scores,
-        portable=("reference",),
+    ),
+    "removal_error": Operation(
+        function="kernels_pallas.removal_error:removal_error",
+        case=cases.removal_error,
+        sizes=sizes_of("removal_error", PROMPTS),
+        small=LITTLE,
+        checks=ODD,
     ),
     "column_attention": Operation(
         function="kernels_pallas.column_attention:column_attention",
-        sizes=_listed("column_attention", _prompt, PROMPTS),
+        case=cases.column_attention,
+        sizes=sizes_of("column_attention", PROMPTS),
         small=LITTLE,
         checks=ODD,
-        case=cases.column_attention,
-        portable=("reference", "blockwise"),
-        kernels=False,
     ),
     "pooled_max": Operation(
         function="kernels_pallas.pooled_max:pooled_max",
-        sizes=_pooled(),
-        small=_pooled_check(batch=1, heads=4, kv_heads=2, size=16, length=96, dtype="float32"),
-        checks={
-            "bfloat16_128": _pooled_check(),
-            "bfloat16_64_sum": _pooled_check(heads=9, kv_heads=3, size=64, reduce="sum"),
-            "bfloat16_80": _pooled_check(heads=4, kv_heads=4, size=80, length=777),
-            "float32_128": _pooled_check(heads=8, dtype="float32"),
-            "indexer": _pooled_check(
-                heads=8,
-                kv_heads=1,
-                size=16,
-                dtype="float32",
-                reduce="sum",
-                activation="relu",
-                weighted=True,
-                offset=False,
-            ),
-            "last_queries": _pooled_check(queries=130),
-        },
         case=cases.pooled_max,
-        portable=("reference", "blockwise"),
+        sizes=pooled_max_shapes.SHAPES,
+        small=pooled(batch=1, heads=4, kv_heads=2, size=16, length=96, dtype="float32"),
+        checks={
+            "bfloat16_128": pooled(),
+            "bfloat16_64_sum": pooled(heads=9, kv_heads=3, size=64, reduce="sum"),
+            "bfloat16_80": pooled(heads=4, kv_heads=4, size=80, length=777),
+            "float32_128": pooled(heads=8, dtype="float32"),
+            "indexer": dataclasses.replace(pooled_max_shapes.indexer(2, 1001), offset=True),
+            "last_queries": pooled(queries=130),
+        },
     ),
     "gather_compact": Operation(
         function="kernels_pallas.gather_compact:compact",
-        sizes=_listed("gather_compact", _compaction, COMPACTIONS),
+        case=cases.compact,
+        sizes=sizes_of("gather_compact", COMPACTIONS, layers=True),
         small=LITTLE,
         checks=KEPT,
-        case=cases.compact,
-        portable=("reference",),
     ),
     "select": Operation(
         function="kernels_pallas.select:keep_mask",
-        sizes=PROMPTS,
+        case=cases.select,
+        sizes=sizes_of("select", PROMPTS, layers=True),
         small=LITTLE,
         checks=KEPT,
-        case=cases.select,
-        portable=("reference", "threshold"),
     ),
     "decode_attention": Operation(
         function="kernels_pallas.ragged_decode:decode_attention",
-        sizes=CACHES,
+        case=cases.decode_attention,
+        sizes=sizes_of("ragged_decode", CACHES),
         small=dataclasses.replace(LITTLE, queries=1),
         checks=ONE,
-        case=cases.decode_attention,
-        portable=("reference", "dense"),
     ),
     "decode_mass": Operation(
         function="kernels_pallas.ragged_decode:decode_mass",
-        sizes=CACHES,
+        case=cases.decode_mass,
+        sizes=sizes_of("ragged_decode", CACHES),
         small=dataclasses.replace(LITTLE, queries=1),
         checks=ONE,
-        case=cases.decode_mass,
-        portable=("reference", "two_pass"),
     ),
     "paged_attention": Operation(
         function="kernels_pallas.ragged_decode:paged_attention",
-        sizes=CACHES,
+        case=cases.paged_attention,
+        sizes=sizes_of("ragged_decode", CACHES),
         small=dataclasses.replace(LITTLE, queries=1),
         checks=ONE,
-        case=cases.paged_attention,
-        portable=("reference", "split"),
     ),
     "retention_attention": Operation(
         function="kernels_pallas.retention_attention:retention_attention",
-        sizes=PROMPTS,
+        case=cases.retention_attention,
+        sizes=sizes_of("retention_attention", PROMPTS),
         small=LITTLE,
         checks=ODD,
-        case=cases.retention_attention,
-        portable=("reference", "blockwise"),
+    ),
+    "retention_gradient": Operation(
+        function="kernels_pallas.retention_attention:retention_attention",
+        case=cases.retention_gradient,
+        sizes=sizes_of("retention_attention", PROMPTS),
+        small=LITTLE,
+        checks=ODD,
     ),
     "occupancy": Operation(
         function="kernels_pallas.occupancy:occupancy",
+        case=cases.occupancy,
         sizes=PROMPTS,
         small=LITTLE,
         checks=ODD,
-        case=cases.occupancy,
-        portable=("reference", "blockwise"),
-        kernels=False,
+    ),
+    "latent_memory": Operation(
+        function="kernels_pallas.latent_memory:memory_update",
+        case=cases.memory_update,
+        sizes=sizes_of("latent_memory", PROMPTS),
+        small=LITTLE,
+        checks=ODD,
     ),
 }

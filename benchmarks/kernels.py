@@ -18,9 +18,7 @@ import argparse
 import dataclasses
 import json
 import math
-import os
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,38 +26,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 
-from benchmarks.kernel_cases import Case
+from benchmarks.kernel_machine import ROOT, Machine, circumstances, this_machine
 from benchmarks.kernel_operations import OPERATIONS, Operation
+from benchmarks.kernel_sizes import Case
 
-ROOT = Path(__file__).resolve().parents[1]
-# By device kind: bytes and bfloat16 FLOPs per second, and bytes of memory.
-DATA_SHEETS = {
-    "NVIDIA H200": (4.8e12, 989e12, 141e9),
-    "TPU v5 lite": (819e9, 197e12, 16e9),
-    "TPU v5e": (819e9, 197e12, 16e9),
-    "TPU v6 lite": (1.64e12, 918e12, 32e9),
-    "TPU v6e": (1.64e12, 918e12, 32e9),
-    "TPU v5": (2.765e12, 459e12, 95e9),
-    "TPU v5p": (2.765e12, 459e12, 95e9),
-}
 SAMPLE_SECONDS = 2e-3
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Machine:
-    """What a call's time is compared with."""
-
-    device: str
-    bandwidth: float  # bytes per second
-    flops: float  # per second
-    memory: float  # bytes
-    source: str  # of these numbers
-
-    def limit(self, case: Case) -> float:
-        """Seconds that the bytes or the FLOPs take at least."""
-        return max(case.bytes / self.bandwidth, case.flops / self.flops)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,22 +74,32 @@ def main() -> None:
     began = time.monotonic()
     machine = this_machine(quick=arguments.small)
     rows: list[Row] = []
-    for name in arguments.operation or OPERATIONS:
-        operation = OPERATIONS[name]
-        sizes = {"small": operation.small} if arguments.small else operation.sizes
-        for size, shape in sizes.items():
-            if time.monotonic() - began > arguments.seconds:
-                note = f"left out: {arguments.seconds:.0f} s had passed"
-                rows.append(Row(operation=name, size=size, implementation="all", note=note))
-                continue
-            rows += measure(name, operation, size, shape, machine, arguments.samples)
-            print(f"{time.monotonic() - began:6.1f} s  {name} {size}", flush=True)
+    for name, size, shape in in_turn(arguments.operation or list(OPERATIONS), arguments.small):
+        if time.monotonic() - began > arguments.seconds:
+            note = f"left out: {arguments.seconds:.0f} s had passed"
+            rows.append(Row(operation=name, size=size, implementation="all", note=note))
+            continue
+        rows += measure(name, OPERATIONS[name], size, shape, machine, arguments.samples)
+        print(f"{time.monotonic() - began:6.1f} s  {name} {size}", flush=True)
+    rows.sort(key=lambda row: list(OPERATIONS).index(row.operation))
     text = page(rows, machine)
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "kernels.md").write_text(text)
     report = {"circumstances": circumstances(machine), "rows": [in_numbers(row) for row in rows]}
     (arguments.out / "kernels.json").write_text(json.dumps(report, indent=1) + "\n")
     print(text)
+
+
+def in_turn(names: list[str], small: bool) -> list[tuple[str, str, Any]]:
+    """Sizes to time, the first of every operation before any second one: time may run out."""
+    listed = [
+        (place, name, size, shape)
+        for name in names
+        for place, (size, shape) in enumerate(
+            {"small": OPERATIONS[name].small}.items() if small else OPERATIONS[name].sizes.items()
+        )
+    ]
+    return [entry[1:] for entry in sorted(listed, key=lambda entry: entry[0])]
 
 
 def measure(
@@ -215,74 +197,6 @@ def timer(case: Case, program: Any, arguments: tuple[Any, ...]) -> Callable[[], 
     run(1)
     calls = max(1, min(1000, int(SAMPLE_SECONDS / max(run(1), 1e-6))))
     return lambda: run(calls)
-
-
-def this_machine(quick: bool = False) -> Machine:
-    """Data-sheet numbers of a known accelerator; on others measured ones."""
-    device = jax.devices()[0]
-    for kind, (bandwidth, flops, memory) in DATA_SHEETS.items():
-        if device.device_kind == kind:
-            return Machine(
-                device=kind, bandwidth=bandwidth, flops=flops, memory=memory, source="data sheet"
-            )
-    numbers, rows = (2**20, 256) if quick else (2**26, 2048)
-    array = jnp.ones(numbers, jnp.float32)
-    square = jnp.ones((rows, rows), jnp.float32)
-    copy = fastest(jax.jit(lambda x: x + jnp.float32(1)), array)
-    product = fastest(jax.jit(jnp.matmul), square, square)
-    return Machine(
-        device=device.device_kind if device.platform != "cpu" else processor(),
-        bandwidth=2 * array.nbytes / copy,
-        flops=2 * rows**3 / product,
-        memory=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
-        source="copy and float32 product, measured in this run",
-    )
-
-
-def fastest(program: Any, *arguments: Any) -> float:
-    jax.block_until_ready(program(*arguments))
-    times = []
-    for _ in range(5):
-        began = time.perf_counter()
-        jax.block_until_ready(program(*arguments))
-        times.append(time.perf_counter() - began)
-    return min(times)
-
-
-def processor() -> str:
-    cpu = Path("/proc/cpuinfo")
-    lines = cpu.read_text().splitlines() if cpu.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else "cpu"
-
-
-def circumstances(machine: Machine) -> dict[str, Any]:
-    """Everything that a reader needs to repeat the run."""
-    return {
-        **dataclasses.asdict(machine),
-        "driver": driver(),
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-        "commit": spoken("git", "rev-parse", "--short", "HEAD") or "unknown",
-        "changed": bool(spoken("git", "status", "--porcelain", "--", "kernels_pallas")),
-    }
-
-
-def driver() -> str:
-    if jax.default_backend() == "gpu":
-        asked = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        return spoken(*asked).split("\n")[0]
-    version: str = jax.devices()[0].client.platform_version
-    return " ".join(version.split())[:80]
-
-
-def spoken(*words: str) -> str:
-    """What a command prints; nothing where it is not there."""
-    try:
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-    except OSError:
-        return ""
-    return done.stdout.strip()
 
 
 def page(rows: list[Row], machine: Machine) -> str:

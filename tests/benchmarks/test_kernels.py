@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import kernels
-from benchmarks.kernel_cases import Case, Size
 from benchmarks.kernel_operations import OPERATIONS
+from benchmarks.kernel_sizes import Case, Size
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = kernels.Machine(device="made up", bandwidth=1e9, flops=1e9, memory=1e9, source="here")
@@ -34,9 +34,16 @@ def test_every_declaration_is_a_call_of_all_its_forms(name):
     assert 0.1 * operands < case.bytes < 10 * operands and case.flops >= 0
     first, *others = (
         jax.eval_shape(partial(case.call, implementation=form), *arguments)
-        for form in operation.portable
+        for form in operation.implementations("cpu")
     )
     assert all(other == first for other in others)
+
+
+def test_implementations_are_those_that_a_function_allows():
+    pooled = OPERATIONS["pooled_max"]
+    assert pooled.implementations("cpu") == ("reference", "blockwise")
+    assert pooled.implementations("gpu") == ("reference", "blockwise", "mosaic_gpu")
+    assert OPERATIONS["select"].implementations("cpu")[:2] == ("reference", "threshold")
 
 
 def test_sizes_in_use_and_to_check_can_be_declared():
@@ -74,8 +81,9 @@ def measured(monkeypatch, machine=MACHINE, **changes):
     operation = dataclasses.replace(
         OPERATIONS["occupancy"],
         case=lambda function, shape: dataclasses.replace(counting(calls), **changes),
-        portable=("reference", "blockwise", "other"),
     )
+    forms = lambda self, platform: ("reference", "blockwise", "other")  # noqa: E731
+    monkeypatch.setattr(kernels.Operation, "implementations", forms)
     return kernels.measure("made_up", operation, "tiny", None, machine, 4), calls
 
 
@@ -95,11 +103,24 @@ def test_forms_are_timed_in_turn_and_what_is_refused_is_told(monkeypatch, replac
     assert "not for these / shapes" in lines[1] and "1.00" in lines[0]
 
 
-def test_what_does_not_fit_is_not_run():
+def test_what_does_not_fit_is_not_run(monkeypatch):
     for memory, why in ((2**11, "has an array of"), (2**13, "needs")):
-        rows, _ = measured(None, dataclasses.replace(MACHINE, memory=memory))
+        rows, _ = measured(monkeypatch, dataclasses.replace(MACHINE, memory=memory))
         assert rows[0].seconds == [] and rows[0].note.startswith(why)
         assert rows[0].note.endswith("not run")
+
+
+def test_every_operation_has_its_first_size_before_any_second_one():
+    order = [name for name, *_ in kernels.in_turn(list(OPERATIONS), small=False)]
+    assert order[: len(OPERATIONS)] == list(OPERATIONS)
+    assert len(order) == sum(len(operation.sizes) for operation in OPERATIONS.values())
+
+
+def test_time_that_has_passed_leaves_sizes_out_and_says_so(tmp_path, monkeypatch, capsys):
+    flags = ["--small", "--operation", "select", "--seconds", "0", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["kernels", *flags])
+    kernels.main()
+    assert "left out: 0 s had passed" in capsys.readouterr().out
 
 
 def test_a_small_run_writes_a_table_and_numbers(tmp_path, monkeypatch, capsys):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import pytest
 
-from benchmarks.kernel_cases import close
 from benchmarks.kernel_operations import OPERATIONS
+from benchmarks.kernel_sizes import close
 from tests.device.conftest import PLATFORM
 
 CASES = [(name, size) for name, operation in OPERATIONS.items() for size in operation.checks]
