@@ -166,7 +166,8 @@ def _initial(
 
     key = jax.random.key(config.seed)
     if mesh is None:
-        return jax.jit(make)(key)
+        # Placed as `load` places weights: a step's outputs are, and one compilation serves all.
+        return jax.device_put(jax.jit(make)(key), jax.local_devices()[0])
     shapes = jax.eval_shape(make, key)
     shardings = devices.state_shardings(shapes, recipe.axes(shapes.params), mesh)
     return jax.jit(make, out_shardings=shardings)(key)

@@ -9,10 +9,13 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
+from tests import tiny
 from tests.train import tiny_run
+from train import loop
 from train.loop import Stopped, train
 from train.metrics import METRICS_FILE, read_lines
 from train.recipes import recipe_of
@@ -51,6 +54,18 @@ def wait_for_checkpoint(output: Path, process: subprocess.Popen) -> None:
             raise AssertionError(process.communicate()[1][-2000:])
         time.sleep(0.1)
     raise AssertionError("no checkpoint came")
+
+
+def test_steps_beside_a_loaded_model_are_compiled_once(tmp_path):
+    settings = tiny_run.config(str(tmp_path))
+    recipe, transform = recipe_of(settings), loop.optimizer(settings.optimizer, 6, 1)
+    model = jax.device_put(tiny.model(num_layers=2), jax.devices()[0])  # as `load` leaves it
+    state = loop._initial(settings, recipe, model, transform, None)
+    step = loop._step(settings, recipe, transform, state, None)
+    batch = next(tiny_run.Batches())
+    for _ in range(2):
+        state, _ = step(state, model, batch, None)
+    assert step._cache_size() == 1
 
 
 def test_the_capacity_is_reached_and_every_step_is_written(unbroken):
