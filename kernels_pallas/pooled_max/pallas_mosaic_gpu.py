@@ -12,6 +12,8 @@ Products of bfloat16 are exact and summed in float32. A float32 operand is cut i
 size D: 2 H T S D FLOPs on the tensor cores (three times that for float32) and 4 to 6 H T S in
 float32; the queries, H T D numbers, are read from L2 or HBM once per 128 keys: 128 FLOPs per byte
 in bfloat16. Keys are read once, but for a "sum" over several KV heads once per block of queries.
+Queries and keys are copied beforehand where they are float32, or no multiple of 8 long or of 16
+wide: the hardware's copies into swizzled tiles ask for that.
 """
 
 from __future__ import annotations
@@ -28,23 +30,10 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas import lowering
 from kernels_pallas.attention.blocks import pad_to
+from kernels_pallas.pooled_max.mosaic_gpu_blocks import HELD, WARPGROUPS, Blocks, choose, halves
 from kernels_pallas.pooled_max.pairs import Rule, Tensors
 from kernels_pallas.pooled_max.parts import NOBODY, join, query_ranges, rows
 from kernels_pallas.retention_attention.segments import Tokens
-
-_HELD = 64  # keys of a warpgroup: rows of a wgmma
-_WARPGROUPS = 2  # that compute
-_PROCESSORS = 132  # of an H100 or H200
-_SHARED_BYTES = 200 * 1024  # of the 227 KiB, for keys and queries
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Blocks:
-    """Queries of a tile, tiles in flight, and parts of a block of keys' queries."""
-
-    queries: int = 64
-    stages: int
-    splits: int
 
 
 def pooled_max(
@@ -58,12 +47,12 @@ def pooled_max(
     (queries, keys, weights, offsets), share = rows(rule, tensors)
     count, heads = queries.shape[:2]
     group = heads // keys.shape[1]
-    key_block = _HELD * _WARPGROUPS
+    key_block = HELD * WARPGROUPS
     # Copies nothing at lengths of whole rows of eight, which a tile in shared memory is made of.
-    halves = [_halves(pad_to(pad_to(array, 16, 3), 8, 2)) for array in (queries, keys)]
-    size, terms = halves[0][0].shape[3], len(halves[0])
+    operands = [halves(pad_to(pad_to(array, 16, 3), 8, 2)) for array in (queries, keys)]
+    size, terms = operands[0][0].shape[3], len(operands[0])
     key_blocks = -(-slots // key_block)
-    blocks = _choose(count * key_blocks, queries.shape[2], size * terms * 2, group < heads)
+    blocks = choose(count * key_blocks, queries.shape[2], size * terms * 2, group < heads)
     if splits is not None:
         blocks = dataclasses.replace(blocks, splits=splits)
     asking, held = asking.padded(blocks.queries), held.padded(key_block)
@@ -110,19 +99,19 @@ def pooled_max(
             "filled": plgpu.Barrier(
                 num_arrivals=terms * (1 + streamed) + 1 + len(numbers), num_barriers=blocks.stages
             ),
-            "free": plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=blocks.stages),
+            "free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=blocks.stages),
             "held_filled": plgpu.Barrier(num_arrivals=1 + terms * (not streamed)),
         },
         grid=(count, blocks.splits, key_blocks),
         grid_names=("row", "split", "key_block"),
-        num_threads=_WARPGROUPS + 1,
+        num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         interpret=lowering.gpu_interpret(),
     )
     with jax.named_scope("pooled_max"):
         largest, query = kernel(
-            *halves[0],
-            *halves[1],
+            *operands[0],
+            *operands[1],
             jnp.stack(asking, axis=1),
             jnp.stack(held, axis=1),
             first,
@@ -131,30 +120,6 @@ def pooled_max(
         )
     parts = (batch, share * blocks.splits, padded)
     return join(largest.reshape(parts)[..., :slots], query.reshape(parts)[..., :slots])
-
-
-def _choose(tiles: int, length: int, bytes_per_token: int, streamed: bool) -> Blocks:
-    queries = 64
-    held = 0 if streamed else _HELD * _WARPGROUPS * bytes_per_token
-    stage = (queries + (_HELD * _WARPGROUPS if streamed else 0)) * bytes_per_token
-    stages = min(4, (_SHARED_BYTES - held) // stage)
-    if stages < 1:
-        raise NotImplementedError(
-            f"a head takes {bytes_per_token} bytes per token: at most "
-            f"{_SHARED_BYTES // (queries + _HELD * _WARPGROUPS)} are served"
-        )
-    most = -(-length // queries)
-    splits = max(1, min(2 * _PROCESSORS // tiles, most, 8))
-    return Blocks(queries=queries, stages=stages, splits=splits)
-
-
-def _halves(array: Array) -> list[Array]:
-    """bfloat16 as it is; float32 as a sum of two."""
-    if array.dtype == jnp.bfloat16:
-        return [array]
-    # Not a cast there and back, which XLA leaves out.
-    high = lax.reduce_precision(array, exponent_bits=8, mantissa_bits=7)
-    return [high.astype(jnp.bfloat16), (array - high).astype(jnp.bfloat16)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,20 +152,20 @@ class _Body:
         stop = first + lax.div(count * (split + 1), splits)
         warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when(warpgroup == _WARPGROUPS)
+        @pl.when(warpgroup == WARPGROUPS)
         def _producer() -> None:
             plgpu.set_max_registers(40, action="decrease")
             self.stream(operands, scratch, row, of, block, start, stop)
 
-        @pl.when(warpgroup < _WARPGROUPS)
+        @pl.when(warpgroup < WARPGROUPS)
         def _consumer() -> None:
             plgpu.set_max_registers(232, action="increase")
-            at = pl.ds(warpgroup * _HELD, _HELD)
+            at = pl.ds(warpgroup * HELD, HELD)
             largest, found = self.scan(scratch, at, start, stop)
             scratch["largest"].at[at][...] = largest
             scratch["found"].at[at][...] = found
             plgpu.commit_smem()
-            to = pl.ds(block * (_HELD * _WARPGROUPS) + warpgroup * _HELD, _HELD)
+            to = pl.ds(block * (HELD * WARPGROUPS) + warpgroup * HELD, HELD)
             for name, ref in zip(("largest", "found"), outputs, strict=True):
                 plgpu.copy_smem_to_gmem(scratch[name].at[at], ref.at[row, split, to])
             plgpu.wait_smem_to_gmem(0)
@@ -213,7 +178,7 @@ class _Body:
         query_refs, key_refs = operands[:terms], operands[terms : 2 * terms]
         asking_ref, held_ref = operands[2 * terms : 2 * terms + 2]
         number_refs = operands[2 * terms + 4 :]
-        keys_at = pl.ds(block * (_HELD * _WARPGROUPS), _HELD * _WARPGROUPS)
+        keys_at = pl.ds(block * (HELD * WARPGROUPS), HELD * WARPGROUPS)
         plgpu.copy_gmem_to_smem(
             held_ref.at[of, :, keys_at], scratch["held"], scratch["held_filled"]
         )
@@ -256,7 +221,7 @@ class _Body:
         self, scratch: Any, at: Any, start: Any, stop: Any
     ) -> tuple[Float[Array, " N"], Int[Array, " N"]]:
         """The largest score of a warpgroup's keys, and the first query that reaches it."""
-        tile = (_HELD, self.blocks.queries)
+        tile = (HELD, self.blocks.queries)
         by_row, by_column = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
         def full(value: Any) -> Array:
@@ -327,4 +292,4 @@ class _Body:
                     plgpu.wgmma(sum_ref, keys[first], queries[second])
             return sum_ref[...]
 
-        return pl.run_scoped(multiply, plgpu.ACC((_HELD, self.blocks.queries), jnp.float32))
+        return pl.run_scoped(multiply, plgpu.ACC((HELD, self.blocks.queries), jnp.float32))

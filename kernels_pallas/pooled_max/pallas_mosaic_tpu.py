@@ -3,7 +3,8 @@
 Keys lie along sublanes and queries along lanes. A step takes one block of queries and some of its
 heads; the reduction over heads, the largest score so far and the block of queries that gave it are
 tiles [key_block, query_block] in VMEM, and only the last step of a block of keys looks along
-lanes. Blocks of queries that see nothing of a block of keys are neither read nor computed.
+lanes. Blocks of queries that see nothing of a block of keys are neither read nor computed; their
+steps of the grid stay, empty.
 
 Products of bfloat16 are exact and summed in float32; those of float32 are at HIGHEST precision
 (six bfloat16 products each). For T queries that see all S keys, H heads of size D:
