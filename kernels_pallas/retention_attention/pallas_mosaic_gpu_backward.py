@@ -51,6 +51,7 @@ def backward(
     window: Int[Array, ""],
     out: Float[Array, "B H T D"],
     lse: Float[Array, "B H T"],
+    *,
     d_out: Float[Array, "B H T D"],
 ) -> tuple[Array, Array, Array, Array]:
     """Gradients of queries, keys, values and log_beta from the saved forward pass."""

@@ -42,6 +42,7 @@ def backward(
     window: Int[Array, ""],
     out: Float[Array, "B K G T D"],
     lse: Float[Array, "B K G T"],
+    *,
     d_out: Float[Array, "B K G T D"],
 ) -> tuple[Array, Array, Array, Array]:
     """Gradients of queries, keys, values and log_beta from the saved forward pass."""

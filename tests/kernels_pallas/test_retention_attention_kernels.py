@@ -86,18 +86,14 @@ def plain_agrees(kernel, tensors, segments, window=NO_WINDOW):
 
 @pytest.mark.parametrize(
     ("group", "length", "size", "dtype", "window"),
-    [
-        (3, 140, 64, jnp.float32, NO_WINDOW),
-        (4, 130, 80, jnp.bfloat16, 70),
-        (1, 520, 128, jnp.float32, 200),
-    ],
+    [(3, 140, 64, jnp.float32, NO_WINDOW), (4, 520, 80, jnp.bfloat16, 200)],
 )
 def test_tpu_kernels_equal_the_reference_in_value_and_gradients(group, length, size, dtype, window):
     agree("mosaic_tpu", *case(1, group, length, size, dtype), window)
 
 
 def test_tpu_kernel_of_plain_attention_has_no_races():
-    tensors, segments = case(2, 8, 140, 64)
+    tensors, segments = case(2, 8, 140, 128)
     with lowering.interpreting(detect_races=True):
         plain_agrees("mosaic_tpu", tensors, segments.at[0, :130].set(-1))
 
