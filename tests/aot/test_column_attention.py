@@ -39,10 +39,11 @@ def test_temporaries_are_tiles_and_results(compile_for, name, statistic):
     results = 4 * shape.batch * shape.heads * shape.tokens
     tile = 4 * shape.heads * BLOCK**2
     assert compiled.spilled_bytes == 0
-    # For TPU XLA rounds float32 operands to bfloat16, all of them ahead of the loop.
-    rounded = compiled.argument_bytes // 2 if dtype == jnp.float32 else 0
-    assert compiled.temporary_bytes <= 4 * results + 4 * tile + rounded
-    assert compiled.spilled_bytes == 0
+    if PLATFORM == "gpu" and statistic == "sum":
+        assert "mosaic_gpu" in compiled.text
+        assert compiled.temporary_bytes <= 2 * results
+    else:
+        assert compiled.temporary_bytes <= 4 * results + 4 * tile
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
