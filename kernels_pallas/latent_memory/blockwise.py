@@ -42,9 +42,7 @@ def memory_update(
     """
     batch, heads, slots, _ = keys.shape
     block, per_head = min(block, slots), values_state.ndim == 4
-    state = (values_state, squares_state)
-    factors = [kept.reshape(-1, *(1,) * (array.ndim - 1)) for array in state]
-    start = tuple(factor * array for factor, array in zip(factors, state, strict=True))
+    start = (_scaled(values_state, kept), _scaled(squares_state, kept))
 
     def add(state: Any, k: Array, v: Array, there: Array) -> Any:
         """Entries [B, K, N, D], entry n of every head being one token."""
@@ -100,3 +98,7 @@ def memory_update(
         return add(state, k, v, there)
 
     return lax.fori_loop(0, last // block + 1, gather_step, start)
+
+
+def _scaled(array: Float32[Array, "B *n"], factor: Float32[Array, " B"]) -> Float32[Array, "B *n"]:
+    return factor.reshape(-1, *(1,) * (array.ndim - 1)) * array

@@ -36,15 +36,17 @@ class Cache:
 
 def padded(keys: Array, values: Array, positions: Array) -> Cache:
     slots, size = keys.shape[2:]
-    flat = [keys.reshape(-1, size), values.reshape(-1, size), positions.reshape(-1)]
-    total = flat[2].shape[0]
+    keys, values = keys.reshape(-1, size), values.reshape(-1, size)
+    positions = positions.reshape(-1)
+    total = positions.shape[0]
     if total < BLOCK:
-        flat = [pad_to(array, BLOCK, 0, fill=-(array.ndim == 1)) for array in flat]
+        keys, values = pad_to(keys, BLOCK, 0), pad_to(values, BLOCK, 0)
+        positions = pad_to(positions, BLOCK, 0, fill=-1)
     elif total % 8:
         raise NotImplementedError(
             f"{total} slots in all heads together: allowed are multiples of 8"
         )
-    return Cache(*flat, slots)
+    return Cache(keys, values, positions, slots)
 
 
 def paged(keys: Array, values: Array, positions: Array, page_table: Array, lengths: Array) -> Cache:

@@ -69,8 +69,9 @@ class Shared:
         """Shared memory whose last axis lies in swizzled tiles of 8 rows, as wgmma reads them."""
         element = jnp.dtype(dtype).itemsize
         swizzle = swizzle or _swizzle(shape[-1] * element)
-        tiles = (plgpu.TilingTransform((8, swizzle // element)), plgpu.SwizzleTransform(swizzle))
-        return plgpu.SMEM(shape, dtype, transforms=tiles)
+        tiling = plgpu.TilingTransform((8, swizzle // element))  # type: ignore[abstract]
+        swizzling = plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
+        return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzling))
 
     def scratch(self, copies: int, table: int) -> list[Any]:
         """With `copies` to a block, and `table` numbers that say where a chunk's begin."""

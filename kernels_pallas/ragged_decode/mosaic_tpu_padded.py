@@ -45,7 +45,7 @@ def attend(
     def kernel(lengths_ref: Any, *refs: Any) -> None:
         q_ref, range_ref, k_ref, v_ref, at_ref, out_ref, lse_ref, *others = refs
         logits_ref = others.pop(0) if with_logits else None
-        row, head, _, index = (pl.program_id(axis) for axis in range(4))
+        row, head, index = (pl.program_id(axis) for axis in (0, 1, 3))
         length = lengths_ref[row, head]
         state = tuple(others)
 

@@ -118,8 +118,8 @@ class PaddedCache:
         window: int | Int[Array, ""],
     ) -> tuple[Float[Array, "B H Q D"], Float[Array, "B H Q"]]:
         """Attention of one layer over its slots: output and log-sum-exp."""
-        keys, values, *where = view
-        return decode_attention(queries, keys, values, query_positions, *where, window)
+        keys, values, positions, lengths = view
+        return decode_attention(queries, keys, values, query_positions, positions, lengths, window)
 
     def attend_mass(
         self,
@@ -130,8 +130,10 @@ class PaddedCache:
         window: int | Int[Array, ""],
     ) -> tuple[Float[Array, "B H Q D"], Float[Array, "B H Q"], Float[Array, "B H S"]]:
         """`attend`, and the weights that each slot gets beside entries of log-sum-exp `others`."""
-        keys, values, *where = view
-        return decode_mass(queries, keys, values, query_positions, *where, others, window)
+        keys, values, positions, lengths = view
+        return decode_mass(
+            queries, keys, values, query_positions, positions, lengths, others, window
+        )
 
     def dense(
         self, view: View

@@ -103,9 +103,6 @@ class Case:
 
 
 CASES = {
-    "an empty head, a full one, and blocks half full": Case(
-        lengths=((0, 136), (65, 3)), thread_blocks=6
-    ),
     "many heads per group, in bfloat16": Case(
         lengths=((130, 64),), group=8, size=128, slots=192, dtype=jnp.bfloat16
     ),
@@ -116,9 +113,6 @@ CASES = {
         lengths=((90,),), group=1, queries=70, slots=96, dtype=jnp.bfloat16
     ),
     "fewer slots than a block": Case(lengths=((20, 7),), slots=24, size=80, dtype=jnp.bfloat16),
-    "heads that begin between the tiles": Case(
-        lengths=((100, 99, 33, 0, 50, 1, 100, 71),), group=1, slots=101, thread_blocks=16
-    ),
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
@@ -127,6 +121,12 @@ every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @every_case
 def test_attention_stops_at_each_heads_length(kernel, case):
     case.check(kernel, paged=False)
+
+
+def test_a_head_may_begin_within_a_gpus_tile_of_rows():
+    lengths = ((100, 99, 33, 0, 50, 1, 100, 71),)
+    case = Case(lengths=lengths, group=1, slots=101, thread_blocks=16)
+    case.check("mosaic_gpu", paged=False)
 
 
 @every_kernel
@@ -145,7 +145,8 @@ def test_pages_lie_in_any_order(kernel, case):
 @every_kernel
 @pytest.mark.parametrize("paged", [False, True], ids=["padded", "paged"])
 def test_the_mass_is_the_softmax_over_slots_and_what_is_elsewhere(kernel, paged):
-    padded = Case(lengths=((0, 136), (65, 3)))
+    # An empty head, a full one, and blocks half full.
+    padded = Case(lengths=((0, 136), (65, 3)), thread_blocks=6)
     in_pages = Case(lengths=((70, 128),), group=3, queries=2, dtype=jnp.bfloat16, window=60)
     (in_pages if paged else padded).check(kernel, paged=paged, mass=True)
 
