@@ -41,6 +41,13 @@ def platform() -> str:
     return asked if asked in KERNELS else jax.default_backend()
 
 
+def _partitioned() -> bool:
+    """Whether the compiler may have to split this program over devices."""
+    if os.environ.get(VARIABLE) in KERNELS:  # for a device that is not there: as asked
+        return False
+    return jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes
+
+
 def choices() -> dict[str, Choice]:
     """The last choice of every operation that this process has traced, by name."""
     return dict(_choices)
@@ -80,6 +87,8 @@ class Operation:
             reason = f"no kernel for {platform()}"
         elif kernel not in self.implementations:
             reason = f"no {kernel} of this operation"
+        elif _partitioned():
+            reason = f"{jax.device_count()} devices, and it is not within jax.shard_map"
         else:
             try:
                 result = self._module(kernel)(*arguments, **options)

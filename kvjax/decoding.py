@@ -266,7 +266,8 @@ def _extend_and_evict(
                 jnp.asarray(model.rope_frequencies[0]),
             )  # fmt: skip
             kept_state = State(slots=state.slots, layer=state.layer | written)
-        return cache.keep(keep, keys, values, positions, kept_state, absorb)
+        changes = absorb if policy.remainder.changes_entries else None
+        return cache.keep(keep, keys, values, positions, kept_state, changes)
 
     cache = lax.cond(jnp.any(full), cut, lambda: cache.append(keys, values, positions, state))
     return last_logits(model, x, lengths), cache

@@ -44,15 +44,17 @@ def attend(
         out, lse = attention(*entries, positions, spread, window)
     else:
         out, lse = causal_attention(*entries, positions)
+    column = old = None
     if cached is not None:
         cache, view = cached
-        out, lse = merge(cache.attend(view, new.queries, positions, window), (out, lse))
-    column = None
+        if "column_attention" in needs:
+            *held, old = cache.attend_mass(view, new.queries, positions, lse, window)
+        else:
+            held = cache.attend(view, new.queries, positions, window)
+        out, lse = merge(tuple(held), (out, lse))
     if "column_attention" in needs:
         column = column_attention(new.queries, lse, new.keys, positions, spread, window)
-        if cached is not None:
-            keys, _, slots = cache.dense(view)
-            old = column_attention(new.queries, lse, keys, positions, slots, window)
+        if old is not None:
             column = jnp.concatenate([old, column], axis=2)
     if read is not None:
         out = read(new, out, lse)

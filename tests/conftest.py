@@ -26,7 +26,9 @@ shape_checks.install(["kvjax", "kernels_pallas"])
 MAPPINGS = Path("/proc/self/maps")
 MANY_MAPPINGS = 16_000
 
-collect_ignore = ["aot"]  # runs in environments of its own: make test-aot
+# aot runs in environments of its own (make test-aot), device on machines with an accelerator
+# (benchmarks/device_check.sh).
+collect_ignore = ["aot", "device"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 

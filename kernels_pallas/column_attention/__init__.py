@@ -1,4 +1,4 @@
-"""Column sums of attention: how much all queries together attend to each slot."""
+"""Column statistics of attention: how all queries together attend to each slot."""
 
 from kernels_pallas.column_attention.api import column_attention
 

@@ -1,20 +1,53 @@
-"""Gather of slots by index: the definition, and so far the only implementation."""
+"""Dispatch of compaction, and whether it has a kernel here."""
 
 from __future__ import annotations
+
+import os
+from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from kernels_pallas import dispatch
 
-def gather_slots(array: Array, indices: Int[Array, "*n C"], fill: int | float = 0) -> Array:
-    """`array` [*n, S, ...] at `indices` along S, `fill` where the index is S or more.
+type Implementation = Literal["reference", "mosaic_tpu", "mosaic_gpu"]
 
-    Returns [*n, C, ...] in the array's dtype.
+_COMPACT = dispatch.Operation(
+    "compact", "kernels_pallas.gather_compact", ("reference", "mosaic_tpu", "mosaic_gpu")
+)
+
+
+def compact(
+    arrays: tuple[Array, ...],
+    indices: Int[Array, "*n C"],
+    lengths: Int[Array, "*n"],
+    *,
+    held: Int[Array, "*n"] | None = None,
+    table: Int[Array, "*n M"] | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Array, ...]:
+    """Moves each head's kept slots to its front, in place where the arrays are donated.
+
+    `arrays` are [*n, S, D]; or pools of pages [B, N, P, D] with `table` [L, B, K, M], in which
+    slot s of a head is slot s % P of page `table[l, b, k, s // P]`. The first `lengths` of
+    `indices` ascend; the others are not read. Slots from there to `held`, the slots in use
+    before (default: all), are set to 0; those behind it are set to 0 or left, so of a cache,
+    which holds zeros there, every implementation makes the same.
     """
-    axis = indices.ndim - 1
-    slots = array.shape[axis]
-    trailing = (1,) * (array.ndim - indices.ndim)
-    index = jnp.minimum(indices, slots - 1).reshape(*indices.shape, *trailing)
-    taken = jnp.take_along_axis(array, index, axis=axis, mode="promise_in_bounds")
-    present = (indices < slots).reshape(index.shape)
-    return jnp.where(present, taken, jnp.asarray(fill, array.dtype))
+    if held is None:
+        if table is None:
+            held = jnp.full(lengths.shape, arrays[0].shape[indices.ndim - 1], jnp.int32)
+        else:
+            held = jnp.sum(table >= 0, axis=-1, dtype=jnp.int32) * arrays[0].shape[2]
+    return _COMPACT(
+        arrays, indices, lengths, held, table, implementation=implementation, portable="reference"
+    )
+
+
+def in_place() -> bool:
+    """Whether this platform has a kernel, which moves kept entries within the array they are in.
+
+    Elsewhere an array is gathered into a new one.
+    """
+    portable = os.environ.get(dispatch.VARIABLE) == "portable"
+    return dispatch.platform() in dispatch.KERNELS and not portable

@@ -7,11 +7,13 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.occupancy import blockwise, reference
+from kernels_pallas.dispatch import Operation
 
 type Implementation = Literal["reference", "blockwise"]
 
-_IMPLEMENTATIONS = {"reference": reference, "blockwise": blockwise}
+_IMPLEMENTATIONS = ("reference", "blockwise")
+_OCCUPANCY = Operation("occupancy", "kernels_pallas.occupancy", _IMPLEMENTATIONS)
+_OCCUPANCY_AT = Operation("occupancy_at", "kernels_pallas.occupancy", _IMPLEMENTATIONS)
 
 _DENSE_LENGTH = 128  # one block: the loop over blocks would skip nothing
 
@@ -40,11 +42,10 @@ def occupancy(
     Source: the capacity losses of TRIM-KV (arXiv 2512.03324) and of "Make Each Token Count"
     (arXiv 2605.09649), which take S(t) over the budget.
     """
-    _check(log_beta, segments, implementation)
-    if implementation is None:
-        dense = segments.shape[1] <= _DENSE_LENGTH
-        implementation = "reference" if dense else "blockwise"
-    return _IMPLEMENTATIONS[implementation].occupancy(log_beta, segments)
+    _check(log_beta, segments)
+    dense = segments.shape[1] <= _DENSE_LENGTH
+    portable = "reference" if dense else "blockwise"
+    return _OCCUPANCY(log_beta, segments, implementation=implementation, portable=portable)
 
 
 def occupancy_at(
@@ -59,19 +60,15 @@ def occupancy_at(
     Indices are below T, in any order and with repeats; ascending ones let the most blocks be
     skipped. Where one is negative or at padding the result is 0. For the rest see `occupancy`.
     """
-    _check(log_beta, segments, implementation)
+    _check(log_beta, segments)
     if at.shape[0] != segments.shape[0]:
         raise ValueError(f"at has {at.shape[0]} rows, segments {segments.shape[0]}: give both one")
-    if implementation is None:
-        dense = segments.shape[1] <= _DENSE_LENGTH and at.shape[1] <= _DENSE_LENGTH
-        implementation = "reference" if dense else "blockwise"
-    return _IMPLEMENTATIONS[implementation].occupancy_at(log_beta, segments, at)
+    dense = segments.shape[1] <= _DENSE_LENGTH and at.shape[1] <= _DENSE_LENGTH
+    portable = "reference" if dense else "blockwise"
+    return _OCCUPANCY_AT(log_beta, segments, at, implementation=implementation, portable=portable)
 
 
-def _check(log_beta: Array, segments: Array, implementation: str | None) -> None:
-    if implementation is not None and implementation not in _IMPLEMENTATIONS:
-        allowed = ", ".join(map(repr, _IMPLEMENTATIONS))
-        raise ValueError(f"implementation={implementation!r}: allowed are {allowed} and None")
+def _check(log_beta: Array, segments: Array) -> None:
     if segments.shape != (log_beta.shape[0], log_beta.shape[2]):
         raise ValueError(
             f"segments have shape {segments.shape}, but log_beta {log_beta.shape} asks for "

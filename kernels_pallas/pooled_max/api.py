@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.pooled_max import blockwise, reference
+from kernels_pallas.dispatch import Operation
 from kernels_pallas.pooled_max.pairs import Activation, Reduce, Rule, Tensors, chosen_scores
 from kernels_pallas.retention_attention.segments import Tokens
 
-type Implementation = Literal["reference", "blockwise"]
+# Not a `type` statement: beartype takes aliases of one name, of whatever module, for one type.
+Implementation = Literal["reference", "blockwise", "mosaic_tpu", "mosaic_gpu"]
 
-_IMPLEMENTATIONS = {
-    "reference": reference.pooled_max,
-    "blockwise": blockwise.pooled_max,
-}
+_OPERATION = Operation(
+    "pooled_max",
+    "kernels_pallas.pooled_max",
+    ("reference", "blockwise", "mosaic_tpu", "mosaic_gpu"),
+)
 
 _DENSE_SCORES = 2**17  # per (row, head): up to here one dense pass is as fast
 
@@ -57,10 +59,13 @@ def pooled_max(
       scale, activation, reduce: as in the formula; reduce is the "max" or the "sum" over heads.
       near: distance below which pairs are left out; 0 counts a token's own pair.
       implementation: "reference" has all scores in memory, "blockwise" memory linear in T and S,
-        None chooses by T S. A named one never falls back.
+        as have the Pallas kernels "mosaic_tpu" and "mosaic_gpu". None is the platform's kernel;
+        where there is none, or it declines, one of the first two by T S. A named one never falls
+        back.
 
     Raises:
       ValueError: an unknown option, heads that do not divide, or arrays that do not fit.
+      NotImplementedError: the implementation that was asked for does not serve these arrays.
 
     Source: IndexMem (arXiv 2605.25475), its token importance and its streaming KL.
     """
@@ -68,18 +73,17 @@ def pooled_max(
     for name, value, allowed in (
         ("activation", activation, ("identity", "relu")),
         ("reduce", reduce, ("max", "sum")),
-        ("implementation", implementation, (*_IMPLEMENTATIONS, None)),
+        ("implementation", implementation, (*_OPERATION.implementations, None)),
     ):
         if value not in allowed:
             raise ValueError(f"{name}={value!r}: allowed are {', '.join(map(repr, allowed))}")
-    if implementation is None:
-        dense = queries.shape[2] * keys.shape[2] <= _DENSE_SCORES
-        implementation = "reference" if dense else "blockwise"
+    dense = queries.shape[2] * keys.shape[2] <= _DENSE_SCORES
     # Seen from `near` tokens before them, queries see exactly the keys that are far enough.
     far = jnp.where(query_positions >= near, query_positions - near, -1)
     return _pooled(
         Rule(float(scale), activation, reduce),
         implementation,
+        "reference" if dense else "blockwise",
         Tensors(queries, keys, weights, offsets),
         _tokens(far, query_segments),
         _tokens(key_positions, key_segments),
@@ -93,27 +97,38 @@ def _tokens(positions: Int[Array, "B T"], segments: Int[Array, "B T"] | None) ->
     return Tokens(*(jnp.where(there, a, -1).astype(jnp.int32) for a in (positions, segments)))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _pooled(
-    rule: Rule, implementation: Implementation, tensors: Tensors, asking: Tokens, held: Tokens
+    rule: Rule,
+    implementation: Implementation | None,
+    portable: Implementation,
+    tensors: Tensors,
+    asking: Tokens,
+    held: Tokens,
 ) -> tuple[Float[Array, "B S"], Int[Array, "B S"]]:
-    return _IMPLEMENTATIONS[implementation](rule, tensors, asking, held)
+    return _OPERATION(rule, tensors, asking, held, implementation=implementation, portable=portable)
 
 
 def _forward(
-    rule: Rule, implementation: Implementation, tensors: Tensors, asking: Tokens, held: Tokens
+    rule: Rule,
+    implementation: Implementation | None,
+    portable: Implementation,
+    tensors: Tensors,
+    asking: Tokens,
+    held: Tokens,
 ) -> tuple[tuple[Array, Array], tuple[Tensors, Array]]:
-    largest, query = _pooled(rule, implementation, tensors, asking, held)
+    largest, query = _pooled(rule, implementation, portable, tensors, asking, held)
     return (largest, query), (tensors, query)
 
 
 def _backward(
     rule: Rule,
-    implementation: Implementation,
+    implementation: Implementation | None,
+    portable: Implementation,
     saved: tuple[Tensors, Array],
-    gradients: tuple[Float[Array, "B S"], Array],
+    gradients: tuple[Float[Array, "B S"], Any],  # integers have none
 ) -> tuple[Tensors, None, None]:
-    del implementation
+    del implementation, portable
     tensors, query = saved
     _, pull = jax.vjp(lambda t: chosen_scores(rule, t, query), tensors)
     (found,) = pull(jnp.where(query >= 0, gradients[0], 0.0))

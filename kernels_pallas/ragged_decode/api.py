@@ -1,4 +1,4 @@
-"""Dispatch of paged attention."""
+"""Dispatch of decode attention over padded and paged caches."""
 
 from __future__ import annotations
 
@@ -6,8 +6,41 @@ from typing import Literal
 
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.attention import NO_WINDOW, attention
-from kernels_pallas.ragged_decode import reference, split
+from kernels_pallas import dispatch
+from kernels_pallas.attention import NO_WINDOW
+
+type DecodeImplementation = Literal["reference", "dense", "mosaic_tpu", "mosaic_gpu"]
+type PagedImplementation = Literal["reference", "split", "gathered", "mosaic_tpu", "mosaic_gpu"]
+type MassImplementation = Literal["reference", "two_pass", "mosaic_tpu", "mosaic_gpu"]
+
+_PACKAGE = "kernels_pallas.ragged_decode"
+_KERNELS = ("mosaic_tpu", "mosaic_gpu")
+_DECODE = dispatch.Operation("decode_attention", _PACKAGE, ("reference", "dense", *_KERNELS))
+_PAGED = dispatch.Operation(
+    "paged_attention", _PACKAGE, ("reference", "split", "gathered", *_KERNELS)
+)
+_DECODE_MASS = dispatch.Operation("decode_mass", _PACKAGE, ("reference", "two_pass", *_KERNELS))
+_PAGED_MASS = dispatch.Operation("paged_mass", _PACKAGE, ("reference", "two_pass", *_KERNELS))
+
+
+def decode_attention(
+    queries: Float[Array, "B H Q D"],
+    keys: Float[Array, "B K S D"],
+    values: Float[Array, "B K S D"],
+    query_positions: Int[Array, "B Q"],
+    key_positions: Int[Array, "B K S"],
+    lengths: Int[Array, "B K"],
+    window: int | Int[Array, ""] = NO_WINDOW,
+    *,
+    implementation: DecodeImplementation | None = None,
+) -> tuple[Float[Array, "B H Q D"], Float[Array, "B H Q"]]:
+    """Attention over the first `lengths` slots of each head: output and float32 log-sum-exp.
+
+    Slots behind the length may hold any finite values. `implementation` None takes the platform's
+    kernel, whose bytes follow the lengths, and otherwise "dense": `attention` over all slots.
+    """
+    arguments = (queries, keys, values, query_positions, key_positions, lengths, window)
+    return _DECODE(*arguments, implementation=implementation, portable="dense")
 
 
 def paged_attention(
@@ -20,19 +53,56 @@ def paged_attention(
     query_positions: Int[Array, "B Q"],
     window: int | Int[Array, ""] = NO_WINDOW,
     *,
-    implementation: Literal["reference", "split"] | None = None,
+    implementation: PagedImplementation | None = None,
 ) -> tuple[Float[Array, "B H Q D"], Float[Array, "B H Q"]]:
     """Attention over the first `lengths` slots of each head's pages: output and log-sum-exp.
 
-    `implementation` None takes the page-proportional split for up to 8 queries; more queries
-    share the cost of gathering the pages once.
+    `implementation` None takes the platform's kernel; without one the page-proportional split for
+    up to 8 queries, while more queries share the cost of gathering the pages once.
     """
-    args = (queries, keys, values, positions, page_table, lengths, query_positions, window)
-    if implementation == "reference":
-        return reference.paged_attention(*args)
-    if implementation == "split" or queries.shape[2] <= 8:
-        return split.paged_attention(*args)
-    slots = reference.slot_positions(positions, page_table, lengths)
-    gathered_keys = reference.gather_pages(keys, page_table)
-    gathered_values = reference.gather_pages(values, page_table)
-    return attention(queries, gathered_keys, gathered_values, query_positions, slots, window)
+    arguments = (queries, keys, values, positions, page_table, lengths, query_positions, window)
+    portable = "split" if queries.shape[2] <= 8 else "gathered"
+    return _PAGED(*arguments, implementation=implementation, portable=portable)
+
+
+def decode_mass(
+    queries: Float[Array, "B H Q D"],
+    keys: Float[Array, "B K S D"],
+    values: Float[Array, "B K S D"],
+    query_positions: Int[Array, "B Q"],
+    key_positions: Int[Array, "B K S"],
+    lengths: Int[Array, "B K"],
+    others: Float[Array, "B H Q"],
+    window: int | Int[Array, ""] = NO_WINDOW,
+    *,
+    implementation: MassImplementation | None = None,
+) -> tuple[Float[Array, "B H Q D"], Float[Array, "B H Q"], Float[Array, "B H S"]]:
+    """`decode_attention`, and what decode-time scorers ask for: how much attention a slot got.
+
+    The mass is each slot's softmax weight summed over the queries, where the softmax goes over the
+    slots and over entries elsewhere, such as the current tokens, whose log-sum-exp is `others`
+    (-inf for none). `implementation` None takes the platform's kernel, which writes the logits of
+    its one pass (4 bytes per slot and query), and otherwise "two_pass".
+    """
+    arguments = (queries, keys, values, query_positions, key_positions, lengths, others, window)
+    return _DECODE_MASS(*arguments, implementation=implementation, portable="two_pass")
+
+
+def paged_mass(
+    queries: Float[Array, "B H Q D"],
+    keys: Float[Array, "B N P D"],
+    values: Float[Array, "B N P D"],
+    positions: Int[Array, "B N P"],
+    page_table: Int[Array, "B K M"],
+    lengths: Int[Array, "B K"],
+    query_positions: Int[Array, "B Q"],
+    others: Float[Array, "B H Q"],
+    window: int | Int[Array, ""] = NO_WINDOW,
+    *,
+    implementation: MassImplementation | None = None,
+) -> tuple[Float[Array, "B H Q D"], Float[Array, "B H Q"], Float[Array, "B H S"]]:
+    """`decode_mass` over pages; the mass is in slot order, S = M * P."""
+    at = (page_table, lengths, query_positions, others, window)
+    return _PAGED_MASS(
+        queries, keys, values, positions, *at, implementation=implementation, portable="two_pass"
+    )

@@ -1,4 +1,4 @@
-"""Paged attention by gathering every head's pages: the definition."""
+"""Attention over caches whose heads have lengths of their own, by masks: the definition."""
 
 from __future__ import annotations
 
@@ -7,6 +7,49 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas.attention import NO_WINDOW
 from kernels_pallas.attention import reference as dense
+from kernels_pallas.column_attention import reference as column
+from kernels_pallas.ragged_decode import partials
+
+
+def decode_attention(
+    queries: Float[Array, "B H Q D"],
+    keys: Float[Array, "B K S D"],
+    values: Float[Array, "B K S D"],
+    query_positions: Int[Array, "B Q"],
+    key_positions: Int[Array, "B K S"],
+    lengths: Int[Array, "B K"],
+    window: int | Int[Array, ""] = NO_WINDOW,
+) -> tuple[Float[Array, "B H Q D"], Float[Array, "B H Q"]]:
+    """Attention over the first `lengths` slots of each head: output and log-sum-exp."""
+    slots = filled(key_positions, lengths)
+    return dense.attention(queries, keys, values, query_positions, slots, window)
+
+
+def decode_mass(
+    queries: Float[Array, "B H Q D"],
+    keys: Float[Array, "B K S D"],
+    values: Float[Array, "B K S D"],
+    query_positions: Int[Array, "B Q"],
+    key_positions: Int[Array, "B K S"],
+    lengths: Int[Array, "B K"],
+    others: Float[Array, "B H Q"],
+    window: int | Int[Array, ""] = NO_WINDOW,
+) -> tuple[Float[Array, "B H Q D"], Float[Array, "B H Q"], Float[Array, "B H S"]]:
+    """`decode_attention`, and each slot's softmax weight summed over the queries, float32.
+
+    The softmax of the mass is over the slots and entries elsewhere of log-sum-exp `others`.
+    """
+    slots = filled(key_positions, lengths)
+    out, lse = dense.attention(queries, keys, values, query_positions, slots, window)
+    total = partials.total(lse, others)
+    mass = column.column_attention(queries, total, keys, query_positions, slots, window)
+    return out, lse, mass
+
+
+def filled(key_positions: Int[Array, "B K S"], lengths: Int[Array, "B K"]) -> Int[Array, "B K S"]:
+    """The positions with -1 from each head's length on."""
+    place = jnp.arange(key_positions.shape[2], dtype=jnp.int32)[None, None]
+    return jnp.where(place < lengths[..., None], key_positions, -1)
 
 
 def gather_pages(pool: Array, page_table: Int[Array, "B K M"]) -> Array:
@@ -26,9 +69,7 @@ def slot_positions(
     lengths: Int[Array, "B K"],
 ) -> Int[Array, "B K S"]:
     """Positions of the gathered slots, -1 from each head's length on."""
-    slots = gather_pages(positions, page_table)
-    place = jnp.arange(slots.shape[2], dtype=jnp.int32)[None, None]
-    return jnp.where(place < lengths[..., None], slots, -1)
+    return filled(gather_pages(positions, page_table), lengths)
 
 
 def paged_attention(
@@ -50,3 +91,20 @@ def paged_attention(
         slot_positions(positions, page_table, lengths),
         window,
     )
+
+
+def paged_mass(
+    queries: Float[Array, "B H Q D"],
+    keys: Float[Array, "B N P D"],
+    values: Float[Array, "B N P D"],
+    positions: Int[Array, "B N P"],
+    page_table: Int[Array, "B K M"],
+    lengths: Int[Array, "B K"],
+    query_positions: Int[Array, "B Q"],
+    others: Float[Array, "B H Q"],
+    window: int | Int[Array, ""] = NO_WINDOW,
+) -> tuple[Float[Array, "B H Q D"], Float[Array, "B H Q"], Float[Array, "B H S"]]:
+    """`decode_mass` over pages, the mass in slot order, S = M * P."""
+    gathered = gather_pages(keys, page_table), gather_pages(values, page_table)
+    slots = slot_positions(positions, page_table, lengths)
+    return decode_mass(queries, *gathered, query_positions, slots, lengths, others, window)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.attention.mask import NO_WINDOW
-from kernels_pallas.retention_attention import blockwise, reference
+from kernels_pallas.dispatch import Operation
 
-type Implementation = Literal["reference", "blockwise"]
+type RetentionImplementation = Literal["reference", "blockwise", "mosaic_tpu", "mosaic_gpu"]
 
-_IMPLEMENTATIONS = {"reference": reference, "blockwise": blockwise}
+_IMPLEMENTATIONS = ("reference", "blockwise", "mosaic_tpu", "mosaic_gpu")
+_RETENTION = Operation(
+    "retention_attention", "kernels_pallas.retention_attention", _IMPLEMENTATIONS
+)
+_SEGMENT = Operation("segment_attention", "kernels_pallas.retention_attention", _IMPLEMENTATIONS)
 
 _DENSE_LENGTH = 128  # one block, and the longest row of which the reference is as fast
 
@@ -26,7 +29,7 @@ def retention_attention(
     segments: Int[Array, "B T"],
     *,
     window: int | Int[Array, ""] | None = None,
-    implementation: Implementation | None = None,
+    implementation: RetentionImplementation | None = None,
 ) -> Float[Array, "B H T D"]:
     """Causal attention in which key j counts beta_j^(i - j) at query i: the gates' training form.
 
@@ -42,11 +45,13 @@ def retention_attention(
         with output 0. Ages are differences of index, in a document the same as of its positions,
         so there are no positions to pass.
       window: sliding window in tokens, may be traced; None sees all earlier tokens.
-      implementation: "reference" has all logits in memory, "blockwise" memory linear in T, None
-        chooses by T. A named one never falls back.
+      implementation: "reference" has all logits in memory, "blockwise" memory linear in T, and
+        "mosaic_tpu" and "mosaic_gpu" are kernels. None takes the platform's kernel where it
+        serves, or one of the first two by T. A named one never falls back.
 
     Raises:
       ValueError: an unknown implementation, heads that do not divide, or dtypes other than above.
+      NotImplementedError: the named implementation does not serve these arguments.
 
     Source: TRIM-KV (arXiv 2512.03324), the retention-gated attention of training.
     """
@@ -59,9 +64,15 @@ def retention_attention(
         raise ValueError(
             f"log_beta is {log_beta.dtype}: compute it in float32, ages multiply its rounding"
         )
-    chosen = _chosen(implementation, queries.shape[2])
-    return chosen.retention_attention(
-        queries, keys, values, log_beta, segments, NO_WINDOW if window is None else window
+    return _RETENTION(
+        queries,
+        keys,
+        values,
+        log_beta,
+        segments,
+        NO_WINDOW if window is None else window,
+        implementation=implementation,
+        portable=_portable(queries.shape[2]),
     )
 
 
@@ -72,26 +83,26 @@ def segment_attention(
     segments: Int[Array, "B T"],
     *,
     window: int | Int[Array, ""] | None = None,
-    implementation: Implementation | None = None,
+    implementation: RetentionImplementation | None = None,
 ) -> tuple[Float[Array, "B H T D"], Float[Array, "B H T"]]:
     """Plain causal attention within documents, and its float32 log-sum-exp: a frozen model's.
 
     `retention_attention` with log_beta 0, but forward only. Padding gets 0 and -inf.
     """
     _check(queries, keys, values, segments)
-    chosen = _chosen(implementation, queries.shape[2])
-    return chosen.segment_attention(
-        queries, keys, values, segments, NO_WINDOW if window is None else window
+    return _SEGMENT(
+        queries,
+        keys,
+        values,
+        segments,
+        NO_WINDOW if window is None else window,
+        implementation=implementation,
+        portable=_portable(queries.shape[2]),
     )
 
 
-def _chosen(implementation: Implementation | None, length: int) -> ModuleType:
-    if implementation is None:
-        implementation = "reference" if length <= _DENSE_LENGTH else "blockwise"
-    if implementation not in _IMPLEMENTATIONS:
-        allowed = ", ".join(map(repr, _IMPLEMENTATIONS))
-        raise ValueError(f"implementation={implementation!r}: allowed are {allowed} and None")
-    return _IMPLEMENTATIONS[implementation]
+def _portable(length: int) -> str:
+    return "reference" if length <= _DENSE_LENGTH else "blockwise"
 
 
 def _check(queries: Array, keys: Array, values: Array, segments: Array) -> None:

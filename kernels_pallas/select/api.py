@@ -6,10 +6,18 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from kernels_pallas.select import reference, threshold
-from kernels_pallas.select.order import order_key
+from kernels_pallas import dispatch
+
+type Implementation = Literal["reference", "threshold", "digits", "mosaic_gpu"]
+
+_PACKAGE = "kernels_pallas.select"
+_KEEP = dispatch.Operation(
+    "keep_mask", _PACKAGE, ("reference", "threshold", "digits", "mosaic_gpu")
+)
+_COMPETE = dispatch.Operation("competing_threshold", _PACKAGE, ("threshold", "digits"))
 
 
 def keep_mask(
@@ -18,14 +26,33 @@ def keep_mask(
     valid: Bool[Array, "*n S"],
     budgets: Int[Array, "*n"],
     *,
-    implementation: Literal["reference", "threshold"] | None = None,
+    implementation: Implementation | None = None,
 ) -> Bool[Array, "*n S"]:
     """The min(budget, valid) entries that stay, by (protected, score, lowest slot).
 
     `rank` > 0 marks protected entries, larger first. Non-finite scores are kept last.
     """
-    chosen = reference if implementation == "reference" else threshold
-    return chosen.keep_largest(order_key(scores, rank, valid), budgets)
+    return _KEEP(scores, rank, valid, budgets, implementation=implementation, portable=_portable())
+
+
+def competing_threshold(
+    keys: UInt32[Array, "B N S"],
+    total: Int[Array, " B"],
+    low: Int[Array, "B N"],
+    high: Int[Array, "B N"],
+    *,
+    implementation: Literal["threshold", "digits"] | None = None,
+) -> UInt32[Array, " B"]:
+    """The largest key at or above which the heads N of a row have at least `total` entries.
+
+    `keys` are `order_key`. A head counts with at least `low` and at most `high` of its S entries.
+    0 if all of them are too few.
+    """
+    return _COMPETE(keys, total, low, high, implementation=implementation, portable=_portable())
+
+
+def _portable() -> str:
+    return "digits" if dispatch.platform() in dispatch.KERNELS else "threshold"
 
 
 def kept_indices(
@@ -36,6 +63,13 @@ def kept_indices(
     At most `capacity` stay: of more, the first ones.
     """
     slots = keep.shape[-1]
+    if dispatch.platform() == "tpu":
+        # Reads at computed places cost a TPU more than all exchanges of a sort.
+        slot = lax.broadcasted_iota(jnp.int32, keep.shape, keep.ndim - 1)
+        found = jnp.sort(jnp.where(keep, slot, slots), axis=-1)[..., :capacity]
+        widths = [(0, 0)] * (keep.ndim - 1) + [(0, capacity - found.shape[-1])]
+        count = jnp.sum(keep, axis=-1, dtype=jnp.int32)
+        return jnp.pad(found, widths, constant_values=slots), jnp.minimum(count, capacity)
     running = jnp.cumsum(keep, axis=-1, dtype=jnp.int32)
     wanted = jnp.arange(1, capacity + 1, dtype=jnp.int32)
     find = jax.vmap(lambda row: jnp.searchsorted(row, wanted))

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas.attention import attention
-from kernels_pallas.gather_compact import gather_slots
+from kernels_pallas.gather_compact import compact, gather_slots, in_place
+from kernels_pallas.ragged_decode import decode_attention, decode_mass
 from kernels_pallas.select import kept_indices
 from kvjax.policies.observation import State
 
 type Absorb = Callable[[Array, Array, Array, Array], tuple[Array, Array]]
 type Entries = tuple[Array, Array, Array]  # keys, values, positions
+type View = tuple[Array, Array, Array, Array]  # keys, values, positions, lengths
 
 
 def join(slots: Entries, new: Entries) -> Entries:
@@ -101,9 +102,9 @@ class PaddedCache:
         return self.keys.shape[3]
 
     @property
-    def views(self) -> tuple[Array, Array, Array]:
+    def views(self) -> View:
         """What a scan over layers reads, leading axis L."""
-        return self.keys, self.values, self.positions
+        return self.keys, self.values, self.positions, self.lengths
 
     def room(self) -> Int[Array, " B"]:
         """Tokens that every head of a row can still take."""
@@ -111,22 +112,34 @@ class PaddedCache:
 
     def attend(
         self,
-        view: tuple[Array, Array, Array],
+        view: View,
         queries: Float[Array, "B H Q D"],
         query_positions: Int[Array, "B Q"],
         window: int | Int[Array, ""],
     ) -> tuple[Float[Array, "B H Q D"], Float[Array, "B H Q"]]:
         """Attention of one layer over its slots: output and log-sum-exp."""
-        keys, values, positions = view
-        return attention(queries, keys, values, query_positions, positions, window)
+        keys, values, *where = view
+        return decode_attention(queries, keys, values, query_positions, *where, window)
+
+    def attend_mass(
+        self,
+        view: View,
+        queries: Float[Array, "B H Q D"],
+        query_positions: Int[Array, "B Q"],
+        others: Float[Array, "B H Q"],
+        window: int | Int[Array, ""],
+    ) -> tuple[Float[Array, "B H Q D"], Float[Array, "B H Q"], Float[Array, "B H S"]]:
+        """`attend`, and the weights that each slot gets beside entries of log-sum-exp `others`."""
+        keys, values, *where = view
+        return decode_mass(queries, keys, values, query_positions, *where, others, window)
 
     def dense(
-        self, view: tuple[Array, Array, Array]
+        self, view: View
     ) -> tuple[Float[Array, "B K S D"], Float[Array, "B K S D"], Int[Array, "B K S"]]:
         """Keys, values and positions of one layer's slots."""
-        return view
+        return view[:3]
 
-    def dense_slots(self, view: tuple[Array, Array, Array], index: Array) -> dict[str, Array]:
+    def dense_slots(self, view: View, index: Array) -> dict[str, Array]:
         """The policy's slot arrays of layer `index`."""
         del view
         return {name: array[index] for name, array in self.policy_state.slots.items()}
@@ -144,19 +157,12 @@ class PaddedCache:
         slots and then the new tokens. A token that finds its head full is not written and counts
         in `overflowed`.
         """
-        layers, batch, heads, count = keys.shape[:4]
         valid = positions >= 0
-        slot = self.lengths[..., None] + jnp.arange(count, dtype=jnp.int32)[None, None, None]
-        slot = jnp.where(valid[None, :, None], slot, self.capacity)
-        index = (
-            jnp.arange(layers)[:, None, None, None],
-            jnp.arange(batch)[None, :, None, None],
-            jnp.arange(heads)[None, None, :, None],
-            slot,
-        )
+        place = jnp.arange(keys.shape[3], dtype=jnp.int32)[None, None, None]
+        slot = jnp.where(valid[None, :, None], self.lengths[..., None] + place, self.capacity)
 
         def write(into: Array, new: Array) -> Array:
-            return into.at[index].set(new.astype(into.dtype), mode="drop", unique_indices=True)
+            return self._write(into, slot, new)
 
         added = jnp.sum(valid, axis=1, dtype=jnp.int32)
         wanted = self.lengths + added[None, :, None]
@@ -192,8 +198,11 @@ class PaddedCache:
 
         Layer by layer in place: one layer's union is alive at a time. `state.slots` covers the
         union, `state.layer` is complete. `absorb(layer, keys, values, positions)` may change the
-        union's keys and values before the evicted entries are lost.
+        union's keys and values before the evicted entries are lost. Without it, where there is a
+        kernel for it, keys and values move within the cache and no union is made.
         """
+        if absorb is None and in_place():
+            return self._keep_in_place(keep, keys, values, positions, state)
         spread = jnp.broadcast_to(positions[:, None], keys.shape[1:4])
 
         def one_layer(layer: Array, cache: PaddedCache) -> PaddedCache:
@@ -221,3 +230,45 @@ class PaddedCache:
             policy_state=State(slots=self.policy_state.slots, layer=state.layer),
         )
         return lax.fori_loop(0, self.num_layers, one_layer, start)
+
+    def _keep_in_place(
+        self,
+        keep: Bool[Array, "L B K U"],
+        keys: Float[Array, "L B K T D"],
+        values: Float[Array, "L B K T D"],
+        positions: Int[Array, "B T"],
+        state: State,
+    ) -> PaddedCache:
+        """As `keep`: old entries move to the front, then the new ones are written behind them."""
+        capacity = self.capacity
+        indices, lengths = kept_indices(keep, capacity)
+        marked = keep[:, :, :, capacity:]
+        old = jnp.sum(keep[:, :, :, :capacity], axis=-1, dtype=jnp.int32)
+        kept = compact((self.keys, self.values), indices, old, held=self.lengths)
+        slot = old[..., None] + jnp.cumsum(marked, axis=-1, dtype=jnp.int32) - 1
+        slot = jnp.where(marked, slot, capacity)
+        spread = jnp.broadcast_to(positions[None, :, None], marked.shape)
+        union = jnp.concatenate([self.positions, spread], axis=-1)
+        return dataclasses.replace(
+            self,
+            keys=self._write(kept[0], slot, keys),
+            values=self._write(kept[1], slot, values),
+            positions=gather_slots(union, indices, fill=-1),
+            lengths=lengths,
+            next_position=self.next_position + jnp.sum(positions >= 0, axis=1, dtype=jnp.int32),
+            policy_state=State(
+                slots={name: gather_slots(a, indices) for name, a in state.slots.items()},
+                layer=state.layer,
+            ),
+        )
+
+    def _write(self, into: Array, slot: Int[Array, "L B K T"], new: Array) -> Array:
+        """`new` [L, B, K, T, ...] at each head's slots; what is at `capacity` or behind is not."""
+        layers, batch, heads = slot.shape[:3]
+        index = (
+            jnp.arange(layers)[:, None, None, None],
+            jnp.arange(batch)[None, :, None, None],
+            jnp.arange(heads)[None, None, :, None],
+            slot,
+        )
+        return into.at[index].set(new.astype(into.dtype), mode="drop", unique_indices=True)

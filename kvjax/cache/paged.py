@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas.gather_compact import gather_slots
-from kernels_pallas.ragged_decode import gather_pages, paged_attention
+from kernels_pallas.gather_compact import compact, gather_slots, in_place
+from kernels_pallas.ragged_decode import gather_pages, paged_attention, paged_mass
 from kernels_pallas.ragged_decode.reference import slot_positions
 from kernels_pallas.select import kept_indices
 from kvjax.cache.padded import Absorb, join
@@ -148,6 +148,19 @@ class PagedCache:
         pools = (self.keys, self.values, self.positions)
         return paged_attention(queries, *pools, table, lengths, query_positions, window)
 
+    def attend_mass(
+        self,
+        view: tuple[Array, Array],
+        queries: Float[Array, "B H Q D"],
+        query_positions: Int[Array, "B Q"],
+        others: Float[Array, "B H Q"],
+        window: int | Int[Array, ""],
+    ) -> tuple[Float[Array, "B H Q D"], Float[Array, "B H Q"], Float[Array, "B H S"]]:
+        """`attend`, and the weights that each slot gets beside entries of log-sum-exp `others`."""
+        table, lengths = view
+        pools = (self.keys, self.values, self.positions)
+        return paged_mass(queries, *pools, table, lengths, query_positions, others, window)
+
     def dense(
         self, view: tuple[Array, Array]
     ) -> tuple[Float[Array, "B K S D"], Float[Array, "B K S D"], Int[Array, "B K S"]]:
@@ -206,6 +219,8 @@ class PagedCache:
         layer waits for pages that a later one still holds. `state` and `absorb` are as in
         `PaddedCache.keep`.
         """
+        if absorb is None and in_place():
+            return self._keep_in_place(keep, keys, values, positions, state)
         capacity = self.capacity
         spread = jnp.broadcast_to(positions[:, None], keys.shape[1:4])
 
@@ -236,6 +251,61 @@ class PagedCache:
         cache, (new_keys, new_values) = lax.scan(one_layer, start, layers)
         new = {name: union[:, :, :, capacity:] for name, union in state.slots.items()}
         return cache._write_behind(keep[:, :, :, capacity:], new_keys, new_values, positions, new)
+
+    def _keep_in_place(
+        self,
+        keep: Bool[Array, "L B K U"],
+        keys: Float[Array, "L B K T D"],
+        values: Float[Array, "L B K T D"],
+        positions: Int[Array, "B T"],
+        state: State,
+    ) -> PagedCache:
+        """As `keep`: old entries move to the front of the pages that their head holds already."""
+        capacity = self.capacity
+        indices, lengths = kept_indices(keep[:, :, :, :capacity], capacity)
+        # What is behind a head's length is never read, so nothing has to be cleared there.
+        kept_keys, kept_values = compact(
+            (self.keys, self.values), indices, lengths, held=lengths, table=self.page_table
+        )
+        row = jnp.arange(self.batch)[None, :, None, None]
+        held = self.positions[row, jnp.maximum(self.page_table, 0)]  # [L, B, K, M, P]
+        held = gather_slots(held.reshape(*lengths.shape, capacity), indices)
+        slots = {
+            name: gather_slots(union[:, :, :, :capacity], indices)
+            for name, union in state.slots.items()
+        }
+        cache = dataclasses.replace(
+            self,
+            keys=kept_keys,
+            values=kept_values,
+            positions=self._scatter_slots(self.positions, held),
+            lengths=lengths,
+            policy_state=State(
+                slots={
+                    name: self._scatter_slots(pool, slots[name])
+                    for name, pool in self.policy_state.slots.items()
+                },
+                layer=state.layer,
+            ),
+        )._return_pages()
+        new = {name: union[:, :, :, capacity:] for name, union in state.slots.items()}
+        return cache._write_behind(keep[:, :, :, capacity:], keys, values, positions, new)
+
+    def _return_pages(self) -> PagedCache:
+        """Gives back the pages behind each head's length; only numbers of pages move."""
+        ordinal = jnp.arange(self.page_table.shape[3], dtype=jnp.int32)[None, None, None]
+        spare = (self.page_table >= 0) & (ordinal * self.page_size >= self.lengths[..., None])
+        by_row = jnp.moveaxis(spare, 1, 0).reshape(self.batch, -1)
+        pages = jnp.moveaxis(self.page_table, 1, 0).reshape(self.batch, -1)
+        place = self.free_count[:, None] + jnp.cumsum(by_row, axis=1, dtype=jnp.int32) - 1
+        place = jnp.where(by_row, place, self.free.shape[1])
+        row = jnp.arange(self.batch)[:, None]
+        return dataclasses.replace(
+            self,
+            page_table=jnp.where(spare, -1, self.page_table),
+            free=self.free.at[row, place].set(pages, mode="drop", unique_indices=True),
+            free_count=self.free_count + jnp.sum(by_row, axis=1, dtype=jnp.int32),
+        )
 
     def fill(
         self,

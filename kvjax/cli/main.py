@@ -23,6 +23,7 @@ COMMANDS = {
     "eval": "compare policies and budgets on tasks, and write a report",
     "report": "write the report of runs of eval, merged or side by side",
     "train": "train a learned policy for a frozen model",
+    "env": "show versions, devices and the kernels that operations take",
     "doctor": "check that a run would work here, or on a pod",
     "policies": "list the eviction methods and their options",
     "convert": "write a checkpoint in another format",

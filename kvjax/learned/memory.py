@@ -24,6 +24,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from kernels_pallas.latent_memory import memory_read, memory_update
+
 type Phi = Literal["compact", "dense", "per_head"]
 type Combine = Literal["residual", "convex", "lse"]
 type Coordinates = Literal["pre_rope", "post_rope"]
@@ -143,7 +145,9 @@ def init_memory(
 ) -> Parameters:
     """Float32 parameters: phi and the gate's first layer from N(0, 1 / fan in), biases 0.
 
-    The gate's last layer starts at weights 0 and bias -2, so that g = 0.12 for every query.
+    The gate's last layer starts at weights 0 and bias -2, so that g = 0.12 for every query. Under
+    "lse" its bias is -8: it is weighed against the log mass of all kept entries, and at -2 the
+    memory would take most of the attention before it has learned anything.
     """
     arrays = {}
     shapes = config.shapes(num_heads, num_kv_heads, head_dim)
@@ -152,7 +156,8 @@ def init_memory(
             drawn = jax.random.normal(jax.random.fold_in(key, index), (num_layers, *shape))
             arrays[name] = drawn / math.sqrt(shape[-2])
         else:
-            fill = -2.0 if name == "gate_b2" else 0.0
+            closed = -8.0 if config.combine == "lse" else -2.0
+            fill = closed if name == "gate_b2" else 0.0
             arrays[name] = jnp.full((num_layers, *shape), fill, jnp.float32)
     return arrays
 
@@ -207,39 +212,18 @@ def write(
 
     `decays` False continues the cut before. Entries not evicted may hold anything.
     """
-    k = jnp.where(evicted[..., None], keys.astype(jnp.float32), 0.0)
-    v = jnp.where(evicted[..., None], values.astype(jnp.float32), 0.0)
-    if config.phi == "per_head":
-        phi = _normalised(config, _einsum("bksd,kdm->bksm", k, params["phi"]))
-        products = _einsum("bksm,bksd->bkmd", phi, v)
-        squares = jnp.sum(jnp.square(phi), axis=2)
-    else:
-        weights = _key_weights(config, params["phi"], *keys.shape[1::2])
-        if aligned:
-            phi = _normalised(config, _einsum("bksd,kdm->bsm", k, weights))
-            products = _einsum("bsm,bksd->bmkd", phi, v)
-        else:
-            parts = _einsum("bksd,kdm->bksm", k, weights)
-            token = _token_index(positions, evicted)
-            row = jnp.arange(k.shape[0])[:, None, None]
-            count = token.shape[1] * token.shape[2]
-            sums = jnp.zeros((k.shape[0], count, parts.shape[-1]), jnp.float32)
-            phi = _normalised(config, sums.at[row, token].add(parts))
-            products = _einsum("bksm,bksd->bmkd", phi[row, token], v)
-        products = products.reshape(*products.shape[:2], -1)
-        squares = jnp.sum(jnp.square(phi), axis=1)
-    kept = jnp.float32(1.0)
+    weights = params["phi"]
+    if config.phi != "per_head":
+        weights = _key_weights(config, weights, *keys.shape[1::2])
+    left = jnp.ones(keys.shape[:1], jnp.float32)
     if decays:
-        kept = jnp.where(jnp.any(evicted, axis=(1, 2)), jnp.float32(config.decay), kept)
-
-    def added(old: Float32[Array, "B *n"], new: Float32[Array, "B *n"]) -> Float32[Array, "B *n"]:
-        factor = jnp.broadcast_to(kept, old.shape[:1]).reshape(-1, *(1,) * (old.ndim - 1))
-        return factor * old + config.eta * new
-
-    return {
-        "values": added(state["values"], products),
-        "squares": added(state["squares"], squares),
-    }
+        left = jnp.where(jnp.any(evicted, axis=(1, 2)), jnp.float32(config.decay), left)
+    into = (state["values"], state["squares"])
+    new_values, squares = memory_update(
+        weights, *into, keys, values, positions, evicted, left,
+        eta=config.eta, normalise=config.normalise, aligned=aligned,
+    )  # fmt: skip
+    return {"values": new_values, "squares": squares}
 
 
 def read(
@@ -250,29 +234,11 @@ def read(
     Queries in the config's coordinates. With normalised phi the mass is about the (decayed)
     number of written tokens; 0 says that the memory is empty.
     """
-    q = queries.astype(jnp.float32)
-    batch, heads, tokens, dim = q.shape
-    if config.phi == "per_head":
-        num_kv_heads = params["phi"].shape[0]
-        q = q.reshape(batch, num_kv_heads, -1, tokens, dim)
-        phi = _normalised(config, _einsum("bkgtd,kdm->bkgtm", q, params["phi"]))
-        found = _einsum("bkgtm,bkmd->bkgtd", phi, state["values"])
-        total = _einsum("bkgtm,bkm->bkgt", jnp.square(phi), state["squares"])
-        found, total = found.reshape(queries.shape), total.reshape(batch, heads, tokens)
-    else:
-        num_kv_heads = state["values"].shape[-1] // dim
-        if config.phi == "compact":
-            q = jnp.mean(q.reshape(batch, num_kv_heads, -1, tokens, dim), axis=2)
-        weights = params["phi"].reshape(q.shape[1], dim, -1)
-        phi = _normalised(config, _einsum("bhtd,hdm->btm", q, weights))
-        stored = state["values"].reshape(batch, -1, num_kv_heads, dim)
-        found = _einsum("btm,bmkd->bktd", phi, stored)
-        found = jnp.repeat(found, heads // num_kv_heads, axis=1)
-        total = _einsum("btm,bm->bt", jnp.square(phi), state["squares"])
-        total = jnp.broadcast_to(total[:, None], (batch, heads, tokens))
-    filled = (total > 0)[..., None]
-    m = found / jnp.where(filled, (total + config.eps)[..., None], 1.0)
-    return jnp.where(filled, m, 0.0), total / phi.shape[-1]
+    weights = params["phi"]
+    if config.phi != "per_head":
+        weights = weights.reshape(-1, queries.shape[-1], weights.shape[-1])
+    held = (state["values"], state["squares"])
+    return memory_read(weights, *held, queries, eps=config.eps, normalise=config.normalise)
 
 
 def gate(params: Parameters, queries: Float[Array, "B H T D"]) -> Float32[Array, "B N T"]:
@@ -326,26 +292,6 @@ def _key_weights(
     if config.phi == "compact":
         return phi.reshape(num_kv_heads, head_dim, -1)
     return jnp.sum(phi.reshape(num_kv_heads, -1, head_dim, phi.shape[-1]), axis=1)
-
-
-def _normalised(config: MemoryConfig, x: Float32[Array, "*n M"]) -> Float32[Array, "*n M"]:
-    if not config.normalise:
-        return x
-    return x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
-
-
-def _token_index(
-    positions: Int[Array, "B K S"], evicted: Bool[Array, "B K S"]
-) -> Int[Array, "B K S"]:
-    """The rank of each evicted entry's position among those of its row's evicted entries."""
-    batch = positions.shape[0]
-    at = jnp.where(evicted, positions, jnp.iinfo(jnp.int32).max).reshape(batch, -1)
-    order = jnp.argsort(at, axis=1)
-    ordered = jnp.take_along_axis(at, order, axis=1)
-    is_next = jnp.pad(ordered[:, 1:] != ordered[:, :-1], ((0, 0), (1, 0)))
-    rank = jnp.cumsum(is_next, axis=1, dtype=jnp.int32)
-    row = jnp.arange(batch)[:, None]
-    return jnp.zeros_like(rank).at[row, order].set(rank).reshape(positions.shape)
 
 
 def _listed(shapes: dict[str, tuple]) -> str:

@@ -295,6 +295,11 @@ class Remainder:
         del positions, keep, scores
         return keys, values
 
+    @property
+    def changes_entries(self) -> bool:
+        """Whether `apply` does anything."""
+        return type(self).apply is not Remainder.apply
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas.window_scores import window_attention
+from kernels_pallas.window_scores import window_moments
 from kvjax.policies.base import Allocator, Params, Protection, Scorer
 from kvjax.policies.competition import (
     apportion,
@@ -20,7 +20,6 @@ from kvjax.policies.needed import needed
 from kvjax.policies.observation import Observation, State
 from kvjax.policies.pooling import check_pooling, pool
 from kvjax.policies.registry import register
-from kvjax.policies.window_moments import window_moments
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,12 +52,9 @@ class Cake(Allocator):
         check_ceiling(self.ceiling)
 
     def preference(self, observation: Observation) -> Float[Array, " B"]:
-        weights, query_positions, entries = _attention(observation, self.window)
+        (_, variance, entropy_terms), entries = _moments(observation, self.window)
         kv_heads = entries.shape[1]
-        entries = jnp.repeat(entries, weights.shape[1] // kv_heads, axis=1)
-        own_log = jnp.where(weights > 0, jnp.log(jnp.maximum(weights, 1e-37)), 0.0)
-        entropy_terms = -jnp.sum(weights * own_log, axis=2)
-        _, variance = window_moments(weights, query_positions)
+        entries = jnp.repeat(entries, variance.shape[1] // kv_heads, axis=1)
         entropy = jnp.sum(jnp.where(entries, entropy_terms, 0.0), axis=(1, 2))
         restless = jnp.sum(jnp.where(entries, variance, 0.0), axis=(1, 2))
         return jnp.maximum(entropy, 0.0) ** (1 / self.tau1) * restless ** (1 / self.tau2)
@@ -127,8 +123,7 @@ class CAKE(Scorer):
         self, observation: Observation, params: Params, state: State
     ) -> Float[Array, "B K S"]:
         del params, state
-        weights, query_positions, entries = _attention(observation, self.window)
-        mean, variance = window_moments(weights, query_positions)
+        (mean, variance, _), entries = _moments(observation, self.window)
         batch, kv_heads, slots = entries.shape
         value = (mean + self.gamma * variance).reshape(batch, kv_heads, -1, slots)
         joined = jnp.mean(value, axis=2)
@@ -136,16 +131,15 @@ class CAKE(Scorer):
         return jnp.where(entries, pooled, joined)
 
 
-def _attention(
+def _moments(
     observation: Observation, window: int
-) -> tuple[Float[Array, "B H W S"], Int[Array, "B W"], Bool[Array, "B K S"]]:
-    """The window's attention weights, its positions, and which entries lie before it."""
-    query_positions = needed(observation.query_positions, "queries")[:, -window:]
-    weights = window_attention(
+) -> tuple[tuple[Array, Array, Array], Bool[Array, "B K S"]]:
+    """Moments of each head's attention over the window, and which entries lie before it."""
+    moments = window_moments(
         needed(observation.queries, "queries")[:, :, -window:],
         observation.keys,
-        query_positions,
+        needed(observation.query_positions, "queries")[:, -window:],
         observation.positions,
     )
     before_window = observation.next_position[:, None, None] - window
-    return weights, query_positions, observation.valid & (observation.positions < before_window)
+    return moments, observation.valid & (observation.positions < before_window)

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from kernels_pallas.select import competing_threshold
+
 _PARTS = 64  # fixed point: shares are resolved to 1/64 entry
 
 
@@ -25,17 +27,12 @@ def competing_budgets(
     `total`, clipped to [sum(low), sum(high)].
     """
 
+    threshold = competing_threshold(keys, total, low, high)[:, None, None]
+
     def heads(chosen: Bool[Array, "B N S"]) -> Int[Array, "B N"]:
         return jnp.clip(jnp.sum(chosen, axis=-1, dtype=jnp.int32), low, high)
 
-    def add_bit(step: Array, threshold: Array) -> Array:
-        candidate = threshold | (jnp.uint32(1) << (jnp.uint32(31) - step.astype(jnp.uint32)))
-        enough = jnp.sum(heads(keys >= candidate), axis=1, keepdims=True)[..., None] >= total
-        return jnp.where(enough, candidate, threshold)
-
-    total = total[:, None, None]
-    threshold = lax.fori_loop(0, 32, add_bit, jnp.zeros(total.shape, jnp.uint32))
-    return _fill(heads(keys > threshold), heads(keys >= threshold), total[:, 0, 0])
+    return _fill(heads(keys > threshold), heads(keys >= threshold), total)
 
 
 def apportion(

@@ -10,18 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas.window_scores import window_attention
+from kernels_pallas.removal_error import removal_error, restkv_scores
+from kernels_pallas.window_scores import window_attention, window_scores
 from kvjax.policies.base import Granularity, Params, Protection, Scorer
 from kvjax.policies.needed import needed
 from kvjax.policies.observation import Observation, State
 from kvjax.policies.pooling import pool
-from kvjax.policies.reconstruction import (
-    attention_output,
-    odds,
-    output_factor,
-    removal_error,
-    value_norms,
-)
+from kvjax.policies.reconstruction import output_factor, value_norms
 from kvjax.policies.registry import register
 from kvjax.policies.smoothing import (
     Rule,
@@ -32,6 +27,11 @@ from kvjax.policies.smoothing import (
     shifted_average,
     slot_order,
 )
+
+# The window's queries, the keys, and the positions of both.
+type Asked = tuple[
+    Float[Array, "B H W D"], Float[Array, "B K S D"], Int[Array, "B W"], Int[Array, "B K S"]
+]
 
 
 @register("restkv")
@@ -117,15 +117,16 @@ class ReSTKV(Scorer):
         del state
         queries = needed(observation.queries, "queries")[:, :, -self.window :]
         query_positions = needed(observation.query_positions, "queries")
-        query_positions = query_positions[:, -self.window :]
-        weights = window_attention(
-            queries, observation.keys, query_positions, observation.positions
-        )  # [B, H, W, S]
+        asked = (
+            queries,
+            observation.keys,
+            query_positions[:, -self.window :],
+            observation.positions,
+        )
         before_window = observation.next_position[:, None, None] - self.window
         entries = observation.valid & (observation.positions < before_window)
-        share = query_weights(query_positions, self.temporal, self.alpha)
-        scores = self._indicator(observation, params, weights, share, entries)
-        smooth = self._smoothed(observation, scores, weights, query_positions, entries)
+        scores = self._indicator(observation, params, asked)
+        smooth = self._smoothed(observation, scores, asked, entries)
         if self.granularity == "query":
             batch, kv_heads, slots = entries.shape
             smooth = smooth.reshape(batch, kv_heads, -1, slots)
@@ -134,28 +135,19 @@ class ReSTKV(Scorer):
         return smooth
 
     def _indicator(
-        self,
-        observation: Observation,
-        params: Params,
-        weights: Float[Array, "B H W S"],
-        share: Float[Array, "B W"],
-        entries: Bool[Array, "B K S"],
+        self, observation: Observation, params: Params, asked: Asked
     ) -> Float[Array, "B N S"]:
-        """Unsmoothed scores; N is K or H. Outputs in mode "after" are of `entries` only."""
-        batch, heads, window, slots = weights.shape
-        kv_heads = entries.shape[1]
-        values, valid = observation.values, observation.valid
-
-        def grouped(rows: Float[Array, "B H S"]) -> Float[Array, "B K G S"]:
-            return rows.reshape(batch, kv_heads, -1, slots)
-
-        def average() -> Float[Array, "B K G S"]:
-            return grouped(jnp.sum(weights * share[:, None, :, None], axis=2))
+        """Unsmoothed scores; N is K or H. Outputs in mode "after" end before the window."""
+        queries, keys, query_positions, positions = asked
+        batch, heads, window, _ = queries.shape
+        kv_heads, slots = positions.shape[1:]
+        share = query_weights(query_positions, self.temporal, self.alpha)
 
         if self.indicator != "reconstruction":
-            mean = average()
+            mean = window_scores(*asked, share, over_queries="sum", over_group=None)
+            mean = mean.reshape(batch, kv_heads, -1, slots)
             if self.indicator == "attention_value":
-                mean = mean * value_norms(values, valid)[:, :, None]
+                mean = mean * value_norms(observation.values, observation.valid)[:, :, None]
             joined = jnp.mean(mean, axis=2)
             return joined if self.granularity == "kv" else mean.reshape(batch, heads, slots)
 
@@ -163,38 +155,50 @@ class ReSTKV(Scorer):
         if self.use_wo and factor is None:
             projection = needed(observation.output_projection, "output_projection")
             factor = output_factor(projection, kv_heads, self.granularity)
+        if not self.use_wo:
+            factor = None
+        joint = self.granularity == "kv"
 
-        def error(
-            attention: Float[Array, "B K G S"], summed: Float[Array, "B K G S"]
-        ) -> Float[Array, "B N S"]:
-            return removal_error(
-                odds(attention),
-                attention_output(summed, values, valid),
-                values,
-                valid,
-                factor if self.use_wo else None,
-                joint=self.granularity == "kv",
+        if self.mode == "after":
+            before_window = observation.next_position - self.window
+            return restkv_scores(
+                queries,
+                keys,
+                observation.values,
+                query_positions,
+                positions,
+                share,
+                before_window,
+                factor,
+                joint=joint,
                 tau=self.tau,
             )
 
-        if self.mode == "after":
-            mean = average()
-            return error(mean, jnp.where(entries[:, :, None], mean, 0.0))
+        weights = window_attention(*asked)  # [B, H, W, S]
+        all_of_them = jnp.full_like(observation.next_position, 2**30)
 
         def add(query: Array, total: Array) -> Array:
             row = lax.dynamic_index_in_dim(weights, query, axis=2, keepdims=False)
             own = lax.dynamic_index_in_dim(share, query, axis=1, keepdims=False)
-            return total + own[:, None, None] * error(grouped(row), grouped(row))
+            error = removal_error(
+                row.reshape(batch, kv_heads, -1, slots),
+                observation.values,
+                positions,
+                all_of_them,
+                factor,
+                joint=joint,
+                tau=self.tau,
+            )
+            return total + own[:, None, None] * error
 
-        scored = kv_heads if self.granularity == "kv" else heads
+        scored = kv_heads if joint else heads
         return lax.fori_loop(0, window, add, jnp.zeros((batch, scored, slots), jnp.float32))
 
     def _smoothed(
         self,
         observation: Observation,
         scores: Float[Array, "B N S"],
-        weights: Float[Array, "B H W S"],
-        query_positions: Int[Array, "B W"],
+        asked: Asked,
         entries: Bool[Array, "B K S"],
     ) -> Float[Array, "B N S"]:
         """Smoothed scores of `entries`; the window's own stay as they are."""
@@ -203,7 +207,7 @@ class ReSTKV(Scorer):
         group = scores.shape[1] // entries.shape[1]
         entries = jnp.repeat(entries, group, axis=1)
         if self.spatial == "adaptive":
-            smooth = self._adaptive(observation, scores, weights, query_positions, entries, group)
+            smooth = self._adaptive(observation, scores, asked, entries, group)
         else:
             smooth = pool(jnp.where(entries, scores, 0.0), self.k_min, self.spatial)
         return jnp.where(entries, smooth, scores)
@@ -212,8 +216,7 @@ class ReSTKV(Scorer):
         self,
         observation: Observation,
         scores: Float[Array, "B N S"],
-        weights: Float[Array, "B H W S"],
-        query_positions: Int[Array, "B W"],
+        asked: Asked,
         entries: Bool[Array, "B N S"],
         group: int,
     ) -> Float[Array, "B N S"]:
@@ -234,9 +237,10 @@ class ReSTKV(Scorer):
         if steps == 0 and self.rule == "clean":
             width = jnp.full(scores.shape[:2], self.k_min, jnp.int32)
             return shifted_average(scores, entries, width, jnp.zeros_like(width), self.k_min // 2)
+        # The one thing here that needs every weight of every query at once.
         drift = attention_drift(
-            weights,
-            query_positions,
+            window_attention(*asked),
+            asked[2],
             slot_order(observation.valid),
             observation.budget - self.window,
         )

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kernels_pallas.window_scores import window_attention
+from kernels_pallas.window_scores import window_scores
 from kvjax.policies.base import Params, Protection, Scorer
 from kvjax.policies.needed import needed
 from kvjax.policies.observation import Observation, State
@@ -46,18 +46,12 @@ class SnapKV(Scorer):
         self, observation: Observation, params: Params, state: State
     ) -> Float[Array, "B K S"]:
         del params, state
-        query_positions = needed(observation.query_positions, "queries")
-        weights = window_attention(
+        mean = window_scores(
             needed(observation.queries, "queries"),
             observation.keys,
-            query_positions,
+            needed(observation.query_positions, "queries"),
             observation.positions,
-        )  # [B, H, W, S]
-        batch, _, window, slots = weights.shape
-        grouped = weights.reshape(batch, -1, observation.num_groups, window, slots)
-        asked = jnp.sum(query_positions >= 0, axis=-1).astype(jnp.float32)
-        share = 1.0 / (jnp.maximum(asked, 1.0) * observation.num_groups)
-        mean = jnp.sum(grouped, axis=(2, 3)) * share[:, None, None]
+        )
         start = observation.next_position - self.window
         before_window = observation.positions < start[:, None, None]
         pooled = pool(jnp.where(before_window, mean, 0.0), self.kernel, self.pooling)

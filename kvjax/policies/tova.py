@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kernels_pallas.window_scores import window_attention
+from kernels_pallas.window_scores import window_scores
 from kvjax.policies.base import Params, Protection, Schedule, Scorer
 from kvjax.policies.needed import needed
 from kvjax.policies.observation import Observation, State
@@ -44,12 +43,13 @@ class Tova(Scorer):
         self, observation: Observation, params: Params, state: State
     ) -> Float[Array, "B K S"]:
         del params, state
-        weights = window_attention(
-            needed(observation.queries, "queries")[:, :, -1:],
+        queries = needed(observation.queries, "queries")
+        per_head = window_scores(
+            queries[:, :, -1:],
             observation.keys,
             needed(observation.query_positions, "queries")[:, -1:],
             observation.positions,
+            over_queries="sum",
+            over_group="sum",
         )
-        batch, heads, _, slots = weights.shape
-        per_head = jnp.sum(weights.reshape(batch, -1, observation.num_groups, slots), axis=2)
-        return sum_over_heads(per_head, observation.positions) / heads
+        return sum_over_heads(per_head, observation.positions) / queries.shape[1]

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels_pallas.occupancy import blockwise, occupancy, occupancy_at, reference
+from kernels_pallas.retention_attention.segments import tokens, visible, visible_ranges
 
 dense = jax.jit(reference.occupancy)
 in_blocks = jax.jit(partial(blockwise.occupancy, block=16))
@@ -219,6 +220,18 @@ def test_skipped_blocks_are_never_read():
     segments = rows([0] * 32 + [1] * 9)
     for array in value_and_gradient(in_blocks)(log_beta, segments):
         assert np.isfinite(array[:, :, :32]).all()
+
+
+def test_tiles_visited_hold_few_pairs_beside_those_that_count():
+    """Blocks of 128: at most half as many more from four blocks on, and across documents too."""
+    block = 128
+    for documents in (1, 2):
+        segments = rows(np.repeat(np.arange(documents), 1024 // documents))
+        everyone = tokens(segments)
+        first, last = visible_ranges(everyone, everyone, block, block)
+        needed = int(np.sum(np.asarray(visible(everyone, everyone))))
+        visited = int(np.sum(np.asarray(last) - np.asarray(first))) * block**2
+        assert needed <= visited <= 1.5 * needed
 
 
 def working_memory(form, length, count=None):

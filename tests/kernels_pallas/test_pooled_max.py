@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels_pallas.pooled_max import api, blockwise, pooled_max
+from kernels_pallas.pooled_max import blockwise, pooled_max
 from kernels_pallas.pooled_max.pairs import Rule, Tensors, all_scores
 from kernels_pallas.retention_attention.segments import tokens, visible
 
@@ -30,7 +30,7 @@ def small_blocks():
     """Several blocks within a few tokens."""
     patch = pytest.MonkeyPatch()
     small = partial(blockwise.pooled_max, query_block=8, key_block=16)
-    patch.setitem(api._IMPLEMENTATIONS, "blockwise", small)
+    patch.setattr(blockwise, "pooled_max", small)
     yield
     patch.undo()
 

@@ -1,0 +1,47 @@
+"""ReST-KV's score compiled for each target: no array of H x W x S or of S x G D."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from kernels_pallas.removal_error import restkv_scores
+from kernels_pallas.removal_error.shapes import SHAPES
+from tests.aot.conftest import PLATFORM
+
+
+@pytest.mark.parametrize("joint", [True, False])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("name", ["prompt_128k", "smollm2_8k"])
+def test_scores_compile_with_temporaries_linear_in_the_slots(compile_for, name, dtype, joint):
+    shape = SHAPES[name]
+    batch, heads, kv_heads, slots = shape.batch, shape.heads, shape.kv_heads, shape.slots
+    cached = jax.ShapeDtypeStruct((batch, kv_heads, slots, shape.head_dim), dtype)
+    blocks, rows = (kv_heads, heads // kv_heads) if joint else (heads, 1)
+    side = rows * shape.head_dim
+    compiled = compile_for(
+        partial(restkv_scores, joint=joint),
+        jax.ShapeDtypeStruct((batch, heads, shape.window, shape.head_dim), dtype),
+        cached,
+        cached,
+        jax.ShapeDtypeStruct((batch, shape.window), jnp.int32),
+        jax.ShapeDtypeStruct((batch, kv_heads, slots), jnp.int32),
+        jax.ShapeDtypeStruct((batch, shape.window), jnp.float32),
+        jax.ShapeDtypeStruct((batch,), jnp.int32),
+        jax.ShapeDtypeStruct((blocks, side, side), jnp.float32),
+    )
+    assert compiled.spilled_bytes == 0
+    if PLATFORM == "tpu":
+        assert compiled.text.count("tpu_custom_call") >= 2
+        # The weights, and positions and factors laid out anew.
+        entries = 4 * batch * slots * (2 * heads + 4 * kv_heads)
+        assert compiled.temporary_bytes <= entries + 8 * blocks * side**2 + 2**21
+    else:
+        assert "mosaic_gpu" in compiled.text
+        # XLA reads the values in float32, and takes 512 slots at a time.
+        values = 4 * batch * kv_heads * slots * shape.head_dim
+        entries = 4 * batch * slots * (4 * heads + 4 * kv_heads)
+        assert compiled.temporary_bytes <= 2 * values + entries + 16 * 4 * 512 * blocks * side
