@@ -1,10 +1,8 @@
 """The backward pass of attention under retention decay on Hopper GPUs: tiles are made again.
 
-One kernel goes over the keys of 128 queries of a head, for their gradient; one over the queries
-of 128 keys, of all heads of the group, for those of keys, values and decays. Its tiles are
-transposed, keys by queries, so that weights and their gradients come out of one product as the
-next one takes them. Two warpgroups compute, 64 rows each, a third copies ahead of them. Together
-14 D FLOPs per visible pair and query head.
+One kernel goes over the keys of 128 queries of a head, for their gradient; the other over the
+queries of 128 keys, for those of keys, values and decays. Two warpgroups compute, 64 rows each, a
+third copies ahead of them. Together 14 D FLOPs per visible pair and query head.
 """
 
 from __future__ import annotations
@@ -22,23 +20,22 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas import lowering
 from kernels_pallas.retention_attention import tiles
 from kernels_pallas.retention_attention.pallas_mosaic_gpu import LOG2E, ROWS, decay_columns
+from kernels_pallas.retention_attention.pallas_mosaic_gpu_backward_keys import (
+    OWN,
+    STAGES,
+    STEP,
+    keys_gradients,
+)
 from kernels_pallas.retention_attention.wgmma import (
-    BY_COLUMN,
     BY_ROW,
     accumulate,
-    along_columns,
     along_rows,
     drain,
     filled,
-    iota,
     logits,
     product,
     transforms,
 )
-
-_OWN = 2 * ROWS  # rows of a block of threads: queries of the one kernel, keys of the other
-_STEP = 64  # tokens of the other side at a time
-_STAGES = 2
 
 
 def backward(
@@ -59,12 +56,12 @@ def backward(
     # Rows that see nothing have -inf in their logits too, whose difference would be NaN.
     lse = jnp.maximum(lse, -1e30) * LOG2E
     # Numbers made from integers are slow, and registers scarce: a token's place in its block too.
-    place = (jnp.arange(lse.shape[2]) % _STEP).astype(jnp.float32)
+    place = (jnp.arange(lse.shape[2]) % STEP).astype(jnp.float32)
     place = jnp.broadcast_to(place[None, None], lse.shape)
     rows = jnp.stack([lse, -offset, place], axis=2)  # [B, H, 3, T]
     tensors = (queries, d_out, rows, keys, values)
-    d_queries = _queries(scale, tensors, decay_columns(log_beta, _STEP), segments, window)
-    d_keys, d_values, d_log_beta = _keys(scale, tensors, log_beta, segments, window)
+    d_queries = _queries(scale, tensors, decay_columns(log_beta, STEP), segments, window)
+    d_keys, d_values, d_log_beta = keys_gradients(scale, tensors, log_beta, segments, window)
     return d_queries, d_keys, d_values, d_log_beta
 
 
@@ -77,10 +74,10 @@ def _queries(
 ) -> Float[Array, "B H T D"]:
     queries = tensors[0]
     batch, heads, length, size = queries.shape
-    ranges = tiles.key_ranges(segments, _OWN, _STEP, window)
+    ranges = tiles.key_ranges(segments, OWN, STEP, window)
     layout = transforms(size)
     own = plgpu.SMEM((2, ROWS, size), queries.dtype, transforms=layout)
-    other = plgpu.SMEM((_STAGES, _STEP, size), queries.dtype, transforms=layout)
+    other = plgpu.SMEM((STAGES, STEP, size), queries.dtype, transforms=layout)
     kernel = plgpu.kernel(
         functools.partial(_queries_kernel, scale=scale),
         out_type=jax.ShapeDtypeStruct(queries.shape, queries.dtype),
@@ -89,14 +86,14 @@ def _queries(
             (
                 other,
                 other,
-                plgpu.SMEM((_STAGES, 2, _STEP), jnp.float32),
-                plgpu.SMEM((_STAGES, _STEP), jnp.int32),
+                plgpu.SMEM((STAGES, 2, STEP), jnp.float32),
+                plgpu.SMEM((STAGES, STEP), jnp.int32),
             ),
             plgpu.Barrier(num_arrivals=4, num_barriers=2),
-            plgpu.Barrier(num_arrivals=4, num_barriers=_STAGES),
-            plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
+            plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         ),
-        grid=(heads, length // _OWN, batch),
+        grid=(heads, length // OWN, batch),
         grid_names=("heads", "blocks", "batch"),
         num_threads=3,
         thread_name="warpgroup",
@@ -128,7 +125,7 @@ def _queries_kernel(
     """d q_i = sum_j dz_ij k_j / sqrt(D) with dz = p (d_out v - d_out out)."""
     batch, head = lax.axis_index("batch"), lax.axis_index("heads")
     me = lax.axis_index("warpgroup")
-    blocks = queries.shape[2] // _OWN
+    blocks = queries.shape[2] // OWN
     block = blocks - 1 - lax.axis_index("blocks")  # the longest first
     at = (batch * blocks + block) * 4
     first, last = ranges[at], ranges[at + 3]
@@ -138,7 +135,7 @@ def _queries_kernel(
     @pl.when(me < 2)
     def compute() -> None:
         plgpu.set_max_registers(232, action="increase")
-        start = block * _OWN + me * ROWS
+        start = block * OWN + me * ROWS
         mine = pl.ds(start, ROWS)
         q_smem, d_out_smem, rows_smem, asking_smem = (array.at[me] for array in own)
         arrived = own_here.at[me]
@@ -153,14 +150,14 @@ def _queries_kernel(
         offset = plgpu.load(rows_smem.at[1], layout=BY_ROW)
 
         def visit(index: Array, total: Array) -> Array:
-            slot = lax.rem(index - first, jnp.int32(_STAGES))
+            slot = lax.rem(index - first, jnp.int32(STAGES))
             plgpu.barrier_wait(here.at[slot])
             k = keys_smem.at[slot]
             found = logits(
                 product(q_smem, k.transpose((1, 0))),
                 scale=scale * LOG2E,
                 full=(index >= full_first) & (index < full_last),
-                offset=start - index * _STEP,
+                offset=start - index * STEP,
                 window=seen_window,
                 asking=asking_smem,
                 held=segments_smem.at[slot],
@@ -186,9 +183,9 @@ def _queries_kernel(
 
         @pl.loop(first, last)
         def ahead(index: Array) -> None:
-            slot = lax.rem(index - first, jnp.int32(_STAGES))
-            some = pl.ds(index * _STEP, _STEP)
-            pl.when(index - first >= _STAGES)(lambda: plgpu.barrier_wait(free.at[slot]))
+            slot = lax.rem(index - first, jnp.int32(STAGES))
+            some = pl.ds(index * STEP, STEP)
+            pl.when(index - first >= STAGES)(lambda: plgpu.barrier_wait(free.at[slot]))
             for source, target in (
                 (keys.at[batch, held, some], keys_smem),
                 (values.at[batch, held, some], values_smem),
@@ -197,171 +194,4 @@ def _queries_kernel(
             ):
                 plgpu.copy_gmem_to_smem(source, target.at[slot], here.at[slot])
 
-        drain(last - first, _STAGES, free)
-
-
-def _keys(
-    scale: float,
-    tensors: tuple[Array, ...],
-    log_beta: Float[Array, "B K T"],
-    segments: Int[Array, "B T"],
-    window: Int[Array, ""],
-) -> tuple[Array, Array, Array]:
-    keys = tensors[3]
-    batch, kv_heads, length, size = keys.shape
-    ranges = tiles.query_ranges(segments, _STEP, _OWN, window)
-    layout = transforms(size)
-    own = plgpu.SMEM((2, ROWS, size), keys.dtype, transforms=layout)
-    other = plgpu.SMEM((_STAGES, _STEP, size), keys.dtype, transforms=layout)
-    kernel = plgpu.kernel(
-        functools.partial(_keys_kernel, scale=scale),
-        out_type=(
-            jax.ShapeDtypeStruct(keys.shape, keys.dtype),
-            jax.ShapeDtypeStruct(keys.shape, keys.dtype),
-            jax.ShapeDtypeStruct(log_beta.shape, jnp.float32),
-        ),
-        scratch_types=(
-            (own, own, plgpu.SMEM((2, ROWS), jnp.float32), plgpu.SMEM((2, ROWS), jnp.int32)),
-            (
-                other,
-                other,
-                plgpu.SMEM((_STAGES, 3, _STEP), jnp.float32),
-                plgpu.SMEM((_STAGES, _STEP), jnp.int32),
-            ),
-            plgpu.Barrier(num_arrivals=4, num_barriers=2),
-            plgpu.Barrier(num_arrivals=4, num_barriers=_STAGES),
-            plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
-        ),
-        grid=(kv_heads, length // _OWN, batch),
-        grid_names=("heads", "blocks", "batch"),
-        num_threads=3,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=lowering.gpu_interpret(),
-    )
-    return kernel(ranges.reshape(-1), window.reshape(1), *tensors, log_beta * LOG2E, segments)
-
-
-def _keys_kernel(
-    ranges: Any,
-    window: Any,
-    queries: Any,
-    d_out: Any,
-    rows: Any,
-    keys: Any,
-    values: Any,
-    decays: Any,
-    segments: Any,
-    d_keys: Any,
-    d_values: Any,
-    d_log_beta: Any,
-    own: tuple[Any, ...],
-    other: tuple[Any, ...],
-    own_here: Any,
-    here: Any,
-    free: Any,
-    *,
-    scale: float,
-) -> None:
-    """d v_j = sum_i p_ij d_out_i, d k_j = sum_i dz_ij q_i / sqrt(D), and
-
-    d log_beta_j = sum_i dz_ij (i - j), all of them over the group's heads too.
-    """
-    batch, head = lax.axis_index("batch"), lax.axis_index("heads")
-    me, block = lax.axis_index("warpgroup"), lax.axis_index("blocks")
-    at = (batch * (keys.shape[2] // _OWN) + block) * 4
-    first, last = ranges[at], ranges[at + 3]
-    count = last - first
-    group, size = queries.shape[1] // keys.shape[1], queries.shape[3]
-    shape = (ROWS, _STEP)
-    q_smem, d_out_smem, rows_smem, segments_smem = other
-
-    @pl.when(me < 2)
-    def compute() -> None:
-        plgpu.set_max_registers(240, action="increase")
-        start = block * _OWN + me * ROWS
-        mine = pl.ds(start, ROWS)
-        k_smem, v_smem, decays_smem, held_smem = (array.at[me] for array in own)
-        arrived = own_here.at[me]
-        plgpu.copy_gmem_to_smem(keys.at[batch, head, mine], k_smem, arrived)
-        plgpu.copy_gmem_to_smem(values.at[batch, head, mine], v_smem, arrived)
-        plgpu.copy_gmem_to_smem(decays.at[batch, head, mine], decays_smem, arrived)
-        plgpu.copy_gmem_to_smem(segments.at[batch, mine], held_smem, arrived)
-        plgpu.barrier_wait(arrived)
-
-        def visit(step: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-            sum_keys, sum_values, sum_decays = carry
-            slot = lax.rem(step, jnp.int32(_STAGES))
-            index = first + lax.div(step, jnp.int32(group))
-            plgpu.barrier_wait(here.at[slot])
-            q, d_o = q_smem.at[slot], d_out_smem.at[slot]
-            offset = index * _STEP - start
-
-            def of_queries(which: int) -> Array:
-                memory = rows_smem.at[slot, which]
-                return along_columns(plgpu.load(memory, layout=BY_COLUMN), shape)
-
-            def age() -> Array:
-                # Read anew where it is used: there are no registers to keep it in.
-                return of_queries(2) + (offset - iota(shape, 0)).astype(jnp.float32)
-
-            found = product(k_smem, q.transpose((1, 0))) * (scale * LOG2E)
-            decay = along_rows(plgpu.load(decays_smem, layout=BY_ROW), shape)
-            found = found + age() * decay
-
-            def masked(found: Array) -> Array:
-                ages = age()
-                held = along_rows(plgpu.load(held_smem, layout=BY_ROW), shape)
-                asking = plgpu.load(segments_smem.at[slot], layout=BY_COLUMN)
-                same = (along_columns(asking, shape) == held) & (held >= 0)
-                seen = same & (ages >= 0) & (ages < window[0].astype(jnp.float32))
-                return jnp.where(seen, found, -jnp.inf)
-
-            full = (index >= ranges[at + 1]) & (index < ranges[at + 2])
-            found = lax.cond(full, lambda found: found, masked, found)
-            weights = jnp.exp2(found - of_queries(0))
-            # The product starts at what would be subtracted from it.
-            sum_values, d_weights = accumulate(
-                (sum_values, weights.astype(keys.dtype), d_o),
-                (of_queries(1), v_smem, d_o.transpose((1, 0))),
-            )
-            d_logits = weights * d_weights
-            sum_decays = sum_decays + (d_logits * age()).sum(axis=1)
-            (sum_keys,) = accumulate((sum_keys, d_logits.astype(keys.dtype), q))
-            plgpu.barrier_arrive(free.at[slot])
-            return sum_keys, sum_values, sum_decays
-
-        sum_keys, sum_values, sum_decays = lax.fori_loop(
-            0,
-            count * group,
-            visit,
-            (filled((ROWS, size), 0.0), filled((ROWS, size), 0.0), filled((ROWS,), 0.0, BY_ROW)),
-        )
-        k_smem[...] = (sum_keys * scale).astype(keys.dtype)
-        v_smem[...] = sum_values.astype(keys.dtype)
-        decays_smem[...] = sum_decays
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(k_smem, d_keys.at[batch, head, mine])
-        plgpu.copy_smem_to_gmem(v_smem, d_values.at[batch, head, mine])
-        plgpu.copy_smem_to_gmem(decays_smem, d_log_beta.at[batch, head, mine])
-        plgpu.wait_smem_to_gmem(0)
-
-    @pl.when(me == 2)
-    def copy() -> None:
-        plgpu.set_max_registers(32, action="decrease")
-
-        @pl.loop(0, count * group)
-        def ahead(step: Array) -> None:
-            slot = lax.rem(step, jnp.int32(_STAGES))
-            asking = head * group + lax.rem(step, jnp.int32(group))
-            some = pl.ds((first + lax.div(step, jnp.int32(group))) * _STEP, _STEP)
-            pl.when(step >= _STAGES)(lambda: plgpu.barrier_wait(free.at[slot]))
-            for source, target in (
-                (queries.at[batch, asking, some], q_smem),
-                (d_out.at[batch, asking, some], d_out_smem),
-                (rows.at[batch, asking, :, some], rows_smem),
-                (segments.at[batch, some], segments_smem),
-            ):
-                plgpu.copy_gmem_to_smem(source, target.at[slot], here.at[slot])
-
-        drain(count * group, _STAGES, free)
+        drain(last - first, STAGES, free)
