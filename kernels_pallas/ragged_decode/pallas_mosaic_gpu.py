@@ -25,12 +25,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.attention.mask import NO_WINDOW
-from kernels_pallas.ragged_decode import partials, rows
+from kernels_pallas.ragged_decode import partials, reference, rows
+from kernels_pallas.ragged_decode.gradient import gradient_of
 from kernels_pallas.ragged_decode.mosaic_gpu_cache import BLOCK, Cache, padded, paged
 from kernels_pallas.ragged_decode.mosaic_gpu_kernel import attend
 from kernels_pallas.ragged_decode.mosaic_gpu_shared import ROWS, Shared
 
 
+@gradient_of(reference.decode_attention)
 def decode_attention(
     queries: Float[Array, "B H Q D"],
     keys: Float[Array, "B K S D"],
@@ -62,6 +64,7 @@ def decode_mass(
     return out, lse, partials.mass(logits, partials.total(lse, others))
 
 
+@gradient_of(reference.paged_attention)
 def paged_attention(
     queries: Float[Array, "B H Q D"],
     keys: Float[Array, "B N P D"],

@@ -18,9 +18,11 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas.attention.mask import NO_WINDOW
 from kernels_pallas.ragged_decode import mosaic_tpu_padded as padded
 from kernels_pallas.ragged_decode import mosaic_tpu_paged as paged
-from kernels_pallas.ragged_decode import partials
+from kernels_pallas.ragged_decode import partials, reference
+from kernels_pallas.ragged_decode.gradient import gradient_of
 
 
+@gradient_of(reference.decode_attention)
 def decode_attention(
     queries: Float[Array, "B H Q D"],
     keys: Float[Array, "B K S D"],
@@ -51,6 +53,7 @@ def decode_mass(
     return out, lse, partials.mass(logits, partials.total(lse, others))
 
 
+@gradient_of(reference.paged_attention)
 def paged_attention(
     queries: Float[Array, "B H Q D"],
     keys: Float[Array, "B N P D"],

@@ -159,6 +159,21 @@ def test_no_copy_races_with_what_reads_it(kernel, paged):
         case.check(kernel, paged=paged, mass=True)
 
 
+@every_kernel
+def test_the_gradient_is_the_references(kernel):
+    queries, cache, at, _ = Case(lengths=((20, 7),), slots=24).arrays(paged=False)
+    at = [jnp.asarray(array) for array in at]
+
+    def loss(arrays, implementation):
+        out, lse = decode_attention(*arrays, *at, implementation=implementation)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.sin(lse))
+
+    arrays = (queries, *cache)
+    found = jax.grad(loss)(arrays, kernel)
+    for a, b in zip(found, jax.grad(loss)(arrays, "reference"), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+
 def test_what_a_kernel_does_not_serve_it_names():
     def asked(module, queries=1, size=64, dtype=jnp.float32, slots=64):
         arrays = jnp.zeros((1, 2, queries, size), dtype), jnp.zeros((1, 1, slots, size), dtype)
