@@ -117,6 +117,7 @@ def _keys_kernel(
 
     @pl.when(me < 2)
     def compute() -> None:
+        # A launch has 3 x 168 registers to share out; asking for more would wait for ever.
         plgpu.set_max_registers(240, action="increase")
         start = block * OWN + me * ROWS
         mine = pl.ds(start, ROWS)
@@ -187,7 +188,7 @@ def _keys_kernel(
 
     @pl.when(me == 2)
     def copy() -> None:
-        plgpu.set_max_registers(32, action="decrease")
+        plgpu.set_max_registers(24, action="decrease")
 
         @pl.loop(0, count * group)
         def ahead(step: Array) -> None:
