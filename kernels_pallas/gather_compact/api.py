@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 
 from kernels_pallas import dispatch
 
-type Implementation = Literal["reference", "mosaic_tpu", "mosaic_gpu"]
+type CompactImplementation = Literal["reference", "mosaic_tpu", "mosaic_gpu"]
 
 _COMPACT = dispatch.Operation(
     "compact", "kernels_pallas.gather_compact", ("reference", "mosaic_tpu", "mosaic_gpu")
@@ -24,7 +24,7 @@ def compact(
     *,
     held: Int[Array, "*n"] | None = None,
     table: Int[Array, "*n M"] | None = None,
-    implementation: Implementation | None = None,
+    implementation: CompactImplementation | None = None,
 ) -> tuple[Array, ...]:
     """Moves each head's kept slots to its front, in place where the arrays are donated.
 

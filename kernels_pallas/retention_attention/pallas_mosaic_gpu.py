@@ -86,7 +86,6 @@ def _padded(
     window: int | Array,
 ) -> tuple[Array, ...]:
     """Whole blocks of tokens, and head sizes that a swizzle divides (80 becomes 96)."""
-    tiles.refuse_partitioning()
     if queries.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(
             f"queries are {queries.dtype}: tensor cores read values, which are not transposed, "

@@ -72,7 +72,6 @@ def _padded(
     window: int | Array,
 ) -> tuple[Array, ...]:
     """Whole blocks of tokens, queries as [B, K, G, T, D]."""
-    tiles.refuse_partitioning()
     if queries.dtype not in (jnp.bfloat16, jnp.float32):
         raise NotImplementedError(
             f"queries are {queries.dtype}: the matrix unit takes bfloat16 and float32"

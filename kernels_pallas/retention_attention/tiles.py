@@ -12,19 +12,6 @@ from jaxtyping import Array, Bool, Int
 from kernels_pallas.retention_attention.segments import tokens
 
 
-def refuse_partitioning() -> None:
-    """Raises NotImplementedError where XLA would have to split a kernel over devices.
-
-    It cannot; while a program is traced, the devices that it will run on are not known.
-    """
-    types = jax.sharding.get_abstract_mesh().axis_types
-    inside = bool(types) and all(kind == jax.sharding.AxisType.Manual for kind in types)
-    if jax.device_count() > 1 and not inside:
-        raise NotImplementedError(
-            f"{jax.device_count()} devices: XLA splits no kernel over them, call it in shard_map"
-        )
-
-
 class _Blocks(NamedTuple):
     """Bounds of each block's tokens, (2**30, -1) without any; uniform: one document, all there."""
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kernels_pallas import dispatch
 
-type Implementation = Literal["reference", "threshold", "digits", "mosaic_gpu"]
+type SelectImplementation = Literal["reference", "threshold", "digits", "mosaic_gpu"]
 
 _PACKAGE = "kernels_pallas.select"
 _KEEP = dispatch.Operation(
@@ -26,7 +26,7 @@ def keep_mask(
     valid: Bool[Array, "*n S"],
     budgets: Int[Array, "*n"],
     *,
-    implementation: Implementation | None = None,
+    implementation: SelectImplementation | None = None,
 ) -> Bool[Array, "*n S"]:
     """The min(budget, valid) entries that stay, by (protected, score, lowest slot).
 
