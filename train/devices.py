@@ -43,7 +43,7 @@ def local_rows(mesh: Mesh | None, batch: int, length: int) -> list[int]:
     """The rows of a batch of which this process's devices hold something."""
     if mesh is None:
         return list(range(batch))
-    held = _batch_sharding(mesh).addressable_devices_indices_map((batch, length))
+    held = batch_sharding(mesh).addressable_devices_indices_map((batch, length))
     return sorted({row for rows, _ in held.values() for row in range(*rows.indices(batch))})
 
 
@@ -56,7 +56,7 @@ def place_batch(
     """
     if mesh is None:
         return {name: jax.numpy.asarray(array) for name, array in batch.items()}
-    sharding = _batch_sharding(mesh)
+    sharding = batch_sharding(mesh)
 
     def placed(array: np.ndarray) -> jax.Array:
         def part(index: tuple[slice, ...]) -> np.ndarray:
@@ -68,7 +68,8 @@ def place_batch(
     return {name: placed(np.asarray(array)) for name, array in batch.items()}
 
 
-def _batch_sharding(mesh: Mesh) -> NamedSharding:
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Of the arrays [B, T] of a batch."""
     return NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "sequence"))
 
 

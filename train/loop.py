@@ -84,7 +84,7 @@ def _train(
     claim(config)
     progress = progress if processes.is_first() else _silent
     mesh = devices.mesh_of(config.mesh, config.batch, config.length)
-    transform = optimizer(config.optimizer, _updates(config), config.accumulation)
+    transform = transformation(config)
     state = _initial(config, recipe, model, transform, mesh)
     checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint)
     if (latest := checkpoints.latest) is not None:
@@ -93,7 +93,7 @@ def _train(
         progress(f"resumed at step {latest} of {config.steps}")
     first = int(state.step)
     metrics = Metrics(directory, first) if processes.is_first() else None
-    step_fn, fixed = _step(config, recipe, transform, state, mesh), recipe.fixed(model)
+    step_fn, fixed = step_function(config, recipe, transform, state, mesh), recipe.fixed(model)
     guard = _Guard(config.explode)
     tokens_per_step = config.batch * config.length
     start, counted = time.perf_counter(), first
@@ -139,12 +139,17 @@ def _silent(line: str) -> None:
 def one_step(config: TrainConfig, recipe: Recipe, model: Decoder, data: Any) -> dict[str, Any]:
     """The values of a first step, of which nothing is kept: what tells that a run would work."""
     mesh = devices.mesh_of(config.mesh, config.batch, config.length)
-    transform = optimizer(config.optimizer, _updates(config), config.accumulation)
+    transform = transformation(config)
     state = _initial(config, recipe, model, transform, mesh)
     placed = devices.place_batch(next(data), mesh, data.rows, config.batch)
-    step = _step(config, recipe, transform, state, mesh)
+    step = step_function(config, recipe, transform, state, mesh)
     _, values = step(state, model, placed, recipe.fixed(model))
     return {name: np.asarray(value).tolist() for name, value in values.items()}
+
+
+def transformation(config: TrainConfig) -> optax.GradientTransformation:
+    """The optimizer of a run."""
+    return optimizer(config.optimizer, _updates(config), config.accumulation)
 
 
 def _updates(config: TrainConfig) -> int:
@@ -173,13 +178,17 @@ def _initial(
     return jax.jit(make, out_shardings=shardings)(key)
 
 
-def _step(
+def step_function(
     config: TrainConfig,
     recipe: Recipe,
     transform: optax.GradientTransformation,
     like: TrainState,
     mesh: Mesh | None,
 ) -> Any:
+    """The jitted step (state, model, batch, fixed) -> (state, values), the state donated.
+
+    `like` is a state, or shapes of one, whose shardings the result has.
+    """
     rates = learning_rate(config.optimizer, _updates(config))
 
     def step(

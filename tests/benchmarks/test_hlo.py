@@ -1,0 +1,72 @@
+"""Collectives of a compiled program are counted as often as the loop around them runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.hlo import traffic
+
+PROGRAM = """
+import json
+import jax, jax.numpy as jnp
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4)
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from benchmarks.hlo import traffic
+
+mesh = jax.make_mesh((4,), ("x",), (AxisType.Auto,))
+rows, columns = NamedSharding(mesh, P("x")), NamedSharding(mesh, P(None, "x"))
+
+def layers(x, weights):
+    def layer(x, weight):  # columns times rows: a sum over devices
+        return jax.lax.with_sharding_constraint(x @ weight, columns), None
+    return jax.lax.scan(layer, x, weights)[0]
+
+x = jax.ShapeDtypeStruct((8, 64), jnp.float32, sharding=columns)
+weights = jax.ShapeDtypeStruct((5, 64, 64), jnp.float32, sharding=NamedSharding(mesh, P(None, "x")))
+found = traffic(jax.jit(layers).lower(x, weights).compile().as_text())
+print(json.dumps([dict(found.count), dict(found.bytes), found.unknown_loops]))
+"""
+
+
+def test_a_loop_over_layers_counts_each_layer():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    count, size, unknown = json.loads(done.stdout)
+    (kind,) = count
+    assert kind in ("all-reduce", "reduce-scatter") and count[kind] == 5 and unknown == 0
+    each = 8 * 64 * 4 // (4 if kind == "reduce-scatter" else 1)
+    assert size[kind] == 5 * each
+
+
+def test_nested_loops_multiply_and_what_starts_counts_its_result():
+    text = """HloModule made_up
+
+%inner (p: f32[4]) -> f32[4] {
+  %a = (bf16[4,8]{1,0}, bf16[16,8]{1,0}) all-gather-start(bf16[4,8]{1,0} %p), channel_id=1
+  %b = bf16[16,8]{1,0} all-gather-done(%a)
+}
+
+%outer (p: f32[4]) -> f32[4] {
+  %w = f32[4]{0} while(%p), condition=%c, body=%inner, backend_config={"known_trip_count":{"n":"3"}}
+}
+
+ENTRY %main (p: f32[4]) -> f32[4] {
+  %w = f32[4]{0} while(%p), condition=%c, body=%outer, backend_config={"known_trip_count":{"n":"2"}}
+  %u = f32[4]{0} while(%p), condition=%c, body=%inner
+  ROOT %r = f32[] all-reduce(f32[] %x), channel_id=2, to_apply=%add
+}
+"""
+    found = traffic(text)
+    assert found.count == {"all-gather": 7, "all-reduce": 1}
+    assert found.bytes == {"all-gather": 7 * 16 * 8 * 2, "all-reduce": 4}
+    assert found.unknown_loops == 1 and found.total_bytes == 7 * 256 + 4
+
+
+def test_text_without_a_program_is_refused():
+    with pytest.raises(ValueError, match="no ENTRY"):
+        traffic("nothing")
