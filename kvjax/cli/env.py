@@ -8,7 +8,7 @@ DESCRIPTION = """\
 Show what kvjax runs on: versions, devices, and for every operation of kernels_pallas which
 implementation it takes here and why. KVJAX_KERNELS=portable|tpu|gpu|OPERATION=NAME,... overrides
 the choice."""
-EXAMPLE = "KVJAX_KERNELS=portable kvjax env"
+EXAMPLE = "kvjax env --dtype float32"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

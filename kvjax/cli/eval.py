@@ -77,13 +77,9 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         return _list()
     cluster.join(args)
-    shard = _shard(args.shard)
     if args.config is not None and eval_erasing.takes(args.config):
-        if shard[1] > 1:
-            raise ValueError(
-                f"part {shard[0]} of {shard[1]}: methods of erasing run in one process"
-            )
         return eval_erasing.run(args)
+    shard = _shard(args.shard)
     if args.overwrite and shard[1] > 1:
         raise ValueError(
             f"--overwrite with --shard {args.shard}: it would drop what the other parts wrote; "

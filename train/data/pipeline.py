@@ -49,6 +49,7 @@ class Batches:
     def __init__(self, iterator: Any, data: Mapping[str, Any]):
         self._iterator = iterator
         self._data = json.loads(json.dumps(data))
+        self.rows = np.arange(data["batch"])  # all of a batch
         self.close = weakref.finalize(self, _close, iterator)
 
     def __iter__(self) -> Batches:
