@@ -41,7 +41,7 @@ class Batches:
         batches = data.build(
             (SOURCE,), StableTokenizer(), length=LENGTH, batch=rows, seed=0, prefetch=0
         )
-        self.batch = dict(next(batches))
+        self.batch, self.rows = dict(next(batches)), batches.rows
         self.batch["tokens"] = self.batch["tokens"] % 97
         batches.close()
 
