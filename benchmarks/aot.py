@@ -75,7 +75,7 @@ class Slice:
 SLICES = {
     "v5e-16": Slice(topology="v5e:4x4", memory=16e9, flops=197e12, bandwidth=819e9, link=200e9),
     "v5p-32": Slice(topology="v5p:2x2x4", memory=95e9, flops=459e12, bandwidth=2765e9, link=600e9),
-    "v6e-16": Slice(topology="v6e:4x4", memory=32e9, flops=918e12, bandwidth=1640e9, link=400e9),
+    "v6e-16": Slice(topology="v6e:4x4", memory=32e9, flops=918e12, bandwidth=1640e9, link=448e9),
 }
 
 _TRAINED: dict[str, dict[str, Any]] = {

@@ -12,7 +12,8 @@ def flops(traced: jax.stages.Traced) -> float:
     """Of all devices together: 2 per multiplication of every matrix product.
 
     A `scan` counts as often as it runs, a `while` whose count is data once, of a `cond` the most
-    expensive branch. Kernels count by their own cost estimate, where they have one.
+    expensive branch. A Pallas kernel counts as one step of its grid: leave kernels out
+    (KVJAX_KERNELS=portable) where their products matter.
     """
     return _of(traced.jaxpr.jaxpr)
 

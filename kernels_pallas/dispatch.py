@@ -48,6 +48,12 @@ def _partitioned() -> bool:
     return jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes
 
 
+def takes_kernels() -> bool:
+    """Whether the automatic choice looks for this platform's kernels here."""
+    portable = os.environ.get(VARIABLE) == "portable"
+    return platform() in KERNELS and not portable and not _partitioned()
+
+
 def choices() -> dict[str, Choice]:
     """The last choice of every operation that this process has traced, by name."""
     return dict(_choices)

@@ -36,7 +36,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 def pytest_configure(config: pytest.Config) -> None:
     """One cache of compiled programs for this run: its workers and the programs they start.
 
-    Half of the time went into compiling what another process had compiled already.
+    Most of a file's time is compilation, and files and their programs compile the same things.
     """
     if hasattr(config, "workerinput") or "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return

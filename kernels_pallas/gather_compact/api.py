@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Literal
 
 import jax.numpy as jnp
@@ -49,5 +48,4 @@ def in_place() -> bool:
 
     Elsewhere an array is gathered into a new one.
     """
-    portable = os.environ.get(dispatch.VARIABLE) == "portable"
-    return dispatch.platform() in dispatch.KERNELS and not portable
+    return dispatch.takes_kernels()

@@ -114,23 +114,29 @@ def _storage(output: Path) -> str:
 
     from kvjax import processes
 
-    output.mkdir(parents=True, exist_ok=True)
     run = min(processes.union({jax.process_index(): uuid.uuid4().hex}).values())
     own = output / f".doctor-{run}-{jax.process_index()}"
-    own.write_text(run, encoding="utf-8")
-    processes.wait_for_all("doctor: written")
-    missing = [
-        number
-        for number in range(jax.process_count())
-        if not (output / f".doctor-{run}-{number}").exists()
-    ]
-    processes.wait_for_all("doctor: seen")
-    own.unlink()
-    if missing:
-        raise RuntimeError(
-            f"{output}: process {jax.process_index()} does not see the files of processes "
-            f"{', '.join(map(str, missing))}; needed is a directory that all share"
-        )
+    problem = ""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        own.write_text(run, encoding="utf-8")
+    except OSError as error:
+        problem = f"cannot write {own.parent}: {type(error).__name__}: {error.strerror}"
+    # All processes go through both exchanges, whatever one of them found: none waits in vain.
+    problems = processes.union({jax.process_index(): problem})
+    if not any(problems.values()):
+        missing = [
+            str(number)
+            for number in range(jax.process_count())
+            if not (output / f".doctor-{run}-{number}").exists()
+        ]
+        if missing:
+            problem = f"does not see what processes {', '.join(missing)} wrote to {output}"
+        problems = processes.union({jax.process_index(): problem})
+    if output.is_dir():
+        own.unlink(missing_ok=True)
+    if found := [f"process {number} {text}" for number, text in problems.items() if text]:
+        raise RuntimeError(f"{'; '.join(found)}; needed is a directory that all processes share")
     return f"{output}: written and seen by {jax.process_count()} processes"
 
 
