@@ -8,10 +8,10 @@ from typing import ClassVar, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kernels_pallas.removal_error.blockwise import attention_output, error_of, odds
 from kvjax.policies.base import Params, Protection, Scorer
 from kvjax.policies.observation import Observation, State
 from kvjax.policies.pooling import check_pooling
-from kvjax.policies.reconstruction import attention_output, odds, removal_error
 from kvjax.policies.registry import register
 from kvjax.policies.snapkv import SnapKV
 
@@ -56,4 +56,4 @@ class CAOTE(Scorer):
             output = attention_output(even[:, :, None], values, valid)
         else:
             output = attention_output(weights, values, valid)
-        return removal_error(odds(weights), output, values, valid, None, joint=True)
+        return error_of(odds(weights), output, values, valid, None, joint=True)

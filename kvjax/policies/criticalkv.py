@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from kernels_pallas.removal_error.blockwise import by_slot_blocks, clean_values
 from kernels_pallas.select import keep_mask
 from kvjax.policies.base import Allocator, Params, Protection, Schedule, Scorer, StateField
 from kvjax.policies.needed import needed
 from kvjax.policies.observation import Observation, State
-from kvjax.policies.reconstruction import by_slot_blocks, clean_values
 from kvjax.policies.registry import policy, register
 
 

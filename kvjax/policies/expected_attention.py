@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kernels_pallas.removal_error.blockwise import by_slot_blocks
 from kvjax.policies.base import Params, Protection, Scorer
 from kvjax.policies.needed import needed
 from kvjax.policies.observation import Observation, State
-from kvjax.policies.reconstruction import by_slot_blocks, value_norms
+from kvjax.policies.reconstruction import value_norms
 from kvjax.policies.registry import register
 
 

@@ -7,24 +7,6 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kernels_pallas.removal_error.blockwise import (
-    attention_output,
-    by_slot_blocks,
-    clean_values,
-    odds,
-)
-from kernels_pallas.removal_error.blockwise import error_of as removal_error
-
-__all__ = [
-    "attention_output",
-    "by_slot_blocks",
-    "clean_values",
-    "odds",
-    "output_factor",
-    "removal_error",
-    "value_norms",
-]
-
 
 def output_factor(
     output_projection: Float[Array, "H D E"],

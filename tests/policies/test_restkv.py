@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.select import keep_mask
-from kvjax.policies import Observation, policy
-from kvjax.policies.reconstruction import (
+from kernels_pallas.removal_error.blockwise import (
     attention_output,
     by_slot_blocks,
+    error_of,
     odds,
-    output_factor,
-    removal_error,
 )
+from kernels_pallas.select import keep_mask
+from kvjax.policies import Observation, policy
+from kvjax.policies.reconstruction import output_factor
 from kvjax.policies.restkv import ReSTKV
 from kvjax.policies.smoothing import (
     attention_drift,
@@ -107,7 +107,7 @@ def test_removing_one_entry_changes_the_output_by_exactly_the_score() -> None:
     valid = jnp.ones((1, 1, 20), bool)
     factor = output_factor(jnp.asarray(projection, jnp.float32), 1)
     outputs = attention_output(weights, values, valid)
-    score = removal_error(odds(weights), outputs, values, valid, factor, joint=True)
+    score = error_of(odds(weights), outputs, values, valid, factor, joint=True)
     np.testing.assert_allclose(score[0, 0], change, rtol=2e-5)
 
 
