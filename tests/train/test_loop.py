@@ -61,7 +61,7 @@ def test_steps_beside_a_loaded_model_are_compiled_once(tmp_path):
     recipe, transform = recipe_of(settings), loop.optimizer(settings.optimizer, 6, 1)
     model = jax.device_put(tiny.model(num_layers=2), jax.devices()[0])  # as `load` leaves it
     state = loop._initial(settings, recipe, model, transform, None)
-    step = loop._step(settings, recipe, transform, state, None)
+    step = loop.step_function(settings, recipe, transform, state, None)
     batch = next(tiny_run.Batches())
     for _ in range(2):
         state, _ = step(state, model, batch, None)
