@@ -7,9 +7,10 @@ temporaries, peak), FLOPs, what devices exchange, and the roofline time. A progr
 fit a device's memory is shown so, and the command ends with status 1. Needs libtpu beside kvjax
 (`pip install libtpu` is enough on a CPU; `JAX_PLATFORMS=cpu`).
 
-FLOPs are counted in the traced program, so that loops count as often as they run; a loop whose
-count is data (blocks of attention that are skipped) counts once, which leaves most of attention
-out. The compiler's own count is no help: it takes every loop for one pass.
+Compiled are the programs with their TPU kernels. FLOPs are counted in the program without them, as
+traced, so that loops count as often as they run; a loop whose count is data (blocks of attention
+that are skipped) counts once, which leaves most of attention out. The compiler's own count is no
+help: it takes every loop for one pass.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import kvjax
 from benchmarks.flops import flops
 from benchmarks.hlo import traffic
+from kernels_pallas import dispatch
 from kvjax import decoding
 from kvjax.models.config import ModelConfig, RopeConfig
 from kvjax.models.sharding import MESH_AXES
@@ -153,15 +155,21 @@ PROGRAMS: dict[str, Callable[[str, ModelConfig, Slice], jax.stages.Traced]] = {
 }
 
 
+def _traced(program: str, model: str, part: Slice, *, kernels: str) -> jax.stages.Traced:
+    os.environ[dispatch.VARIABLE] = kernels
+    jax.clear_caches()  # which implementation runs is chosen while tracing
+    return PROGRAMS[program](program, MODELS[model], part)
+
+
 def measured(program: str, model: str, name: str) -> dict[str, Any]:
     """One row of the table."""
     part = SLICES[name]
     start = time.perf_counter()
-    traced = PROGRAMS[program](program, MODELS[model], part)
-    compiled = traced.lower().compile()
-    memory, found = compiled.memory_analysis(), traffic(compiled.as_text())
+    compiled = _traced(program, model, part, kernels="tpu").lower().compile()
+    text = compiled.as_text()
+    memory, found = compiled.memory_analysis(), traffic(text)
     devices = 16
-    work = flops(traced) / devices
+    work = flops(_traced(program, model, part, kernels="portable")) / devices
     peak = (
         memory.argument_size_in_bytes
         + memory.output_size_in_bytes
@@ -185,6 +193,7 @@ def measured(program: str, model: str, name: str) -> dict[str, Any]:
         "peak_bytes": peak,
         "fits": peak <= part.memory,
         "flops": work,
+        "kernels": text.count("tpu_custom_call"),
         "collectives": dict(found.count),
         "collective_bytes": found.total_bytes,
         "unknown_loops": found.unknown_loops,

@@ -18,6 +18,11 @@ def flops(traced: jax.stages.Traced) -> float:
     return _of(traced.jaxpr.jaxpr)
 
 
+def _devices(params: dict[str, Any]) -> int:
+    """Of the mesh over which a body runs, each device on its part."""
+    return int(getattr(params.get("mesh"), "size", 1))
+
+
 def _of(jaxpr: Any) -> float:
     total = 0.0
     for equation in jaxpr.eqns:
@@ -30,7 +35,7 @@ def _of(jaxpr: Any) -> float:
         elif name == "cond":
             total += max(_of(branch.jaxpr) for branch in params["branches"])
         else:
-            times = params["length"] if name == "scan" else 1
+            times = {"scan": params.get("length"), "shard_map": _devices(params)}.get(name, 1)
             for inner in jax.tree.leaves(
                 list(params.values()), is_leaf=lambda value: hasattr(value, "eqns")
             ):

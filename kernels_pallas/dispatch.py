@@ -41,17 +41,10 @@ def platform() -> str:
     return asked if asked in KERNELS else jax.default_backend()
 
 
-def _partitioned() -> bool:
-    """Whether the compiler may have to split this program over devices."""
-    if os.environ.get(VARIABLE) in KERNELS:  # for a device that is not there: as asked
-        return False
-    return jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes
-
-
 def takes_kernels() -> bool:
     """Whether the automatic choice looks for this platform's kernels here."""
     portable = os.environ.get(VARIABLE) == "portable"
-    return platform() in KERNELS and not portable and not _partitioned()
+    return platform() in KERNELS and not portable
 
 
 def choices() -> dict[str, Choice]:
@@ -93,8 +86,6 @@ class Operation:
             reason = f"no kernel for {platform()}"
         elif kernel not in self.implementations:
             reason = f"no {kernel} of this operation"
-        elif _partitioned():
-            reason = f"{jax.device_count()} devices, and it is not within jax.shard_map"
         else:
             try:
                 result = self._module(kernel)(*arguments, **options)

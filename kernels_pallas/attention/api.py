@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kernels_pallas import dispatch
 from kernels_pallas.attention import blockwise, library, reference
 from kernels_pallas.attention.mask import NO_WINDOW
 
@@ -64,8 +64,8 @@ def causal_attention(
     if implementation == "cudnn":
         return library.cudnn(queries, keys, values)
     if implementation is None:
-        kernel = {"tpu": library.splash, "gpu": library.cudnn}.get(jax.default_backend())
-        if kernel is not None:
+        kernel = {"tpu": library.splash, "gpu": library.cudnn}.get(dispatch.platform())
+        if kernel is not None and dispatch.takes_kernels():
             try:
                 return kernel(queries, keys, values)
             except NotImplementedError:

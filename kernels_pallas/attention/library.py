@@ -10,10 +10,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels_pallas.attention.blocks import pad_to
+from kernels_pallas.partition import partitioned
 
 _LANES = 128
+_AXES = "B H T D, B K T D, B K T D -> B H T D, B H T"
 
 
+@partitioned(_AXES)
 def splash(
     queries: Float[Array, "B H T D"],
     keys: Float[Array, "B K T D"],
@@ -55,6 +58,7 @@ def splash(
     return out.astype(queries.dtype), lse.reshape(batch, heads, padded)[:, :, :length]
 
 
+@partitioned(_AXES)
 def cudnn(
     queries: Float[Array, "B H T D"],
     keys: Float[Array, "B K T D"],

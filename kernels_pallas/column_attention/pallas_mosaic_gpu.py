@@ -26,12 +26,14 @@ from kernels_pallas.attention.blocks import pad_to
 from kernels_pallas.attention.mask import NO_WINDOW
 from kernels_pallas.column_attention.reference import Statistic
 from kernels_pallas.lowering import gpu_interpret
+from kernels_pallas.partition import partitioned
 from kernels_pallas.window_scores.pallas_mosaic_gpu_sweeps import product, swizzled
 
 _SLOTS, _QUERIES = 128, 64  # of one tile
 _FAR = 2**30
 
 
+@partitioned("B H Q D, B H Q, B K S D, B Q, B K S, -> B H S")
 def column_attention(
     queries: Float[Array, "B H Q D"],
     lse: Float[Array, "B H Q"],

@@ -25,11 +25,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
 from kernels_pallas import lowering
+from kernels_pallas.gather_compact.axes import axes
+from kernels_pallas.partition import partitioned
 
 _BLOCK_BYTES = 2**14  # of an array in shared memory, twice
 _TOGETHER = 4  # indices that are read at once
 
 
+@partitioned(axes)
 def compact(
     arrays: tuple[Array, ...],
     indices: Int[Array, "*n C"],

@@ -37,6 +37,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int
 
 from kernels_pallas import lowering
+from kernels_pallas.gather_compact.axes import axes
 from kernels_pallas.gather_compact.tpu_blocks import (
     GRANULES_WRITTEN,
     REST_WRITTEN,
@@ -49,10 +50,12 @@ from kernels_pallas.gather_compact.tpu_blocks import (
     wait_writes,
     write,
 )
+from kernels_pallas.partition import partitioned
 
 _BLOCK = 128  # destination slots of a grid step
 
 
+@partitioned(axes)
 def compact(
     arrays: tuple[Array, ...],
     indices: Int[Array, "*n C"],

@@ -30,12 +30,14 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas import lowering
 from kernels_pallas.attention.blocks import pad_to
+from kernels_pallas.partition import partitioned
 from kernels_pallas.pooled_max.mosaic_gpu_blocks import HELD, WARPGROUPS, Blocks, choose, halves
 from kernels_pallas.pooled_max.pairs import Rule, Tensors
-from kernels_pallas.pooled_max.parts import NOBODY, join, query_ranges, rows
+from kernels_pallas.pooled_max.parts import AXES, NOBODY, join, query_ranges, rows
 from kernels_pallas.retention_attention.segments import Tokens
 
 
+@partitioned(AXES)
 def pooled_max(
     rule: Rule, tensors: Tensors, asking: Tokens, held: Tokens, *, splits: int | None = None
 ) -> tuple[Float[Array, "B S"], Int[Array, "B S"]]:

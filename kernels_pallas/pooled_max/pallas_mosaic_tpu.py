@@ -27,8 +27,9 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas import lowering
 from kernels_pallas.attention.blocks import pad_to
+from kernels_pallas.partition import partitioned
 from kernels_pallas.pooled_max.pairs import Rule, Tensors
-from kernels_pallas.pooled_max.parts import NOBODY, join, query_ranges, rows
+from kernels_pallas.pooled_max.parts import AXES, NOBODY, join, query_ranges, rows
 from kernels_pallas.retention_attention.segments import Tokens
 
 _LANES = 128
@@ -52,6 +53,7 @@ class Blocks:
         )
 
 
+@partitioned(AXES)
 def pooled_max(
     rule: Rule, tensors: Tensors, asking: Tokens, held: Tokens, *, blocks: Blocks | None = None
 ) -> tuple[Float[Array, "B S"], Int[Array, "B S"]]:

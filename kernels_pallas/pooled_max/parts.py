@@ -11,6 +11,8 @@ from kernels_pallas.pooled_max.pairs import Rule, Tensors
 from kernels_pallas.retention_attention.segments import Tokens
 
 NOBODY = 2**30
+# Of a Rule, Tensors and two times Tokens. (A maximum or sum over heads needs all of them.)
+AXES = ", , , B H T D, B K S D, B H T, B H T, B T, B T, B S, B S -> B S, B S"
 
 
 class Rows(NamedTuple):

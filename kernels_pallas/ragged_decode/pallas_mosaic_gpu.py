@@ -25,14 +25,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.attention.mask import NO_WINDOW
+from kernels_pallas.partition import partitioned
 from kernels_pallas.ragged_decode import partials, reference, rows
 from kernels_pallas.ragged_decode.gradient import gradient_of
 from kernels_pallas.ragged_decode.mosaic_gpu_cache import BLOCK, Cache, padded, paged
 from kernels_pallas.ragged_decode.mosaic_gpu_kernel import attend
 from kernels_pallas.ragged_decode.mosaic_gpu_shared import ROWS, Shared
 
+_PAGES = "B H Q D, B pages P D, B pages P D, B pages P"  # heads share them
+
 
 @gradient_of(reference.decode_attention)
+@partitioned("B H Q D, B K S D, B K S D, B Q, B K S, B K, -> B H Q D, B H Q")
 def decode_attention(
     queries: Float[Array, "B H Q D"],
     keys: Float[Array, "B K S D"],
@@ -48,6 +52,7 @@ def decode_attention(
     return out, lse
 
 
+@partitioned("B H Q D, B K S D, B K S D, B Q, B K S, B K, B H Q, -> B H Q D, B H Q, B H S")
 def decode_mass(
     queries: Float[Array, "B H Q D"],
     keys: Float[Array, "B K S D"],
@@ -65,6 +70,7 @@ def decode_mass(
 
 
 @gradient_of(reference.paged_attention)
+@partitioned(f"{_PAGES}, B K M, B K, B Q, -> B H Q D, B H Q")
 def paged_attention(
     queries: Float[Array, "B H Q D"],
     keys: Float[Array, "B N P D"],
@@ -81,6 +87,7 @@ def paged_attention(
     return out, lse
 
 
+@partitioned(f"{_PAGES}, B K M, B K, B Q, B H Q, -> B H Q D, B H Q, B H S")
 def paged_mass(
     queries: Float[Array, "B H Q D"],
     keys: Float[Array, "B N P D"],

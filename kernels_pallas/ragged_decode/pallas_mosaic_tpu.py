@@ -16,13 +16,17 @@ from __future__ import annotations
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.attention.mask import NO_WINDOW
+from kernels_pallas.partition import partitioned
 from kernels_pallas.ragged_decode import mosaic_tpu_padded as padded
 from kernels_pallas.ragged_decode import mosaic_tpu_paged as paged
 from kernels_pallas.ragged_decode import partials, reference
 from kernels_pallas.ragged_decode.gradient import gradient_of
 
+_PAGES = "B H Q D, B pages P D, B pages P D, B pages P"  # heads share them
+
 
 @gradient_of(reference.decode_attention)
+@partitioned("B H Q D, B K S D, B K S D, B Q, B K S, B K, -> B H Q D, B H Q")
 def decode_attention(
     queries: Float[Array, "B H Q D"],
     keys: Float[Array, "B K S D"],
@@ -37,6 +41,7 @@ def decode_attention(
     return padded.attend(queries, cache, query_positions, window, with_logits=False)[:2]
 
 
+@partitioned("B H Q D, B K S D, B K S D, B Q, B K S, B K, B H Q, -> B H Q D, B H Q, B H S")
 def decode_mass(
     queries: Float[Array, "B H Q D"],
     keys: Float[Array, "B K S D"],
@@ -54,6 +59,7 @@ def decode_mass(
 
 
 @gradient_of(reference.paged_attention)
+@partitioned(f"{_PAGES}, B K M, B K, B Q, -> B H Q D, B H Q")
 def paged_attention(
     queries: Float[Array, "B H Q D"],
     keys: Float[Array, "B N P D"],
@@ -69,6 +75,7 @@ def paged_attention(
     return paged.attend(queries, cache, query_positions, window, with_logits=False)[:2]
 
 
+@partitioned(f"{_PAGES}, B K M, B K, B Q, B H Q, -> B H Q D, B H Q, B H S")
 def paged_mass(
     queries: Float[Array, "B H Q D"],
     keys: Float[Array, "B N P D"],

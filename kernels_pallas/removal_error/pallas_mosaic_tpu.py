@@ -24,6 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.lowering import tpu_interpret
+from kernels_pallas.partition import partitioned
 
 _LANES = 128
 _BLOCK = 512
@@ -31,6 +32,7 @@ _KEPT_BYTES = 32 * 2**20  # of the 128 MiB of VMEM on v5e and v6e
 _FACTOR_BYTES = 16 * 2**20  # held twice
 
 
+@partitioned("B K G S, B K S D, B K S, B, N M R -> B N S")
 def removal_error(
     weights: Float[Array, "B K G S"],
     values: Float[Array, "B K S D"],

@@ -28,6 +28,7 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas import lowering
 from kernels_pallas.attention.blocks import pad_to
 from kernels_pallas.attention.mask import NO_WINDOW
+from kernels_pallas.partition import partitioned
 from kernels_pallas.retention_attention import tiles
 from kernels_pallas.retention_attention.wgmma import (
     accumulate,
@@ -131,6 +132,7 @@ def decay_columns(log_beta: Float[Array, "B K T"], block: int) -> Float[Array, "
     return jnp.stack([decay, -decay * behind[None, None]], axis=2)
 
 
+@partitioned(", B H T D, B K T D, B K T D, B K T, B T, -> B H T D, B H T")
 def forward(
     scale: float,
     queries: Float[Array, "B H T D"],
@@ -330,7 +332,7 @@ def _attend_forward(scale: float, *inputs: Any) -> tuple[Array, tuple[Any, ...]]
 def _attend_backward(scale: float, saved: tuple[Any, ...], d_out: Array) -> tuple[Any, ...]:
     from kernels_pallas.retention_attention import pallas_mosaic_gpu_backward
 
-    return (*pallas_mosaic_gpu_backward.backward(scale, *saved, d_out=d_out), None, None)
+    return (*pallas_mosaic_gpu_backward.backward(scale, *saved, d_out), None, None)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import lowering
+from kernels_pallas.partition import partitioned
 from kernels_pallas.retention_attention import tiles
 from kernels_pallas.retention_attention.pallas_mosaic_gpu import LOG2E, ROWS, decay_columns
 from kernels_pallas.retention_attention.pallas_mosaic_gpu_backward_keys import (
@@ -38,6 +39,10 @@ from kernels_pallas.retention_attention.wgmma import (
 )
 
 
+@partitioned(
+    ", B H T D, B K T D, B K T D, B K T, B T, , B H T D, B H T, B H T D"
+    "-> B H T D, B K T D, B K T D, B K T"
+)
 def backward(
     scale: float,
     queries: Float[Array, "B H T D"],
@@ -48,7 +53,6 @@ def backward(
     window: Int[Array, ""],
     out: Float[Array, "B H T D"],
     lse: Float[Array, "B H T"],
-    *,
     d_out: Float[Array, "B H T D"],
 ) -> tuple[Array, Array, Array, Array]:
     """Gradients of queries, keys, values and log_beta from the saved forward pass."""

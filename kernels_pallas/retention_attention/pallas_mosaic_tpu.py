@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas import lowering
 from kernels_pallas.attention.blocks import pad_to
 from kernels_pallas.attention.mask import NO_WINDOW
+from kernels_pallas.partition import partitioned
 from kernels_pallas.retention_attention import tiles
 
 LANES = 128
@@ -115,6 +116,7 @@ def _attend(
     return forward(queries, keys, values, log_beta, segments, window)[0]
 
 
+@partitioned("B K G T D, B K T D, B K T D, B K T, B T, -> B K G T D, B K G T")
 def forward(
     queries: Float[Array, "B K G T D"],
     keys: Float[Array, "B K T D"],
@@ -307,7 +309,7 @@ def _attend_forward(*inputs: Any) -> tuple[Array, tuple[Any, ...]]:
 def _attend_backward(saved: tuple[Any, ...], d_out: Array) -> tuple[Any, ...]:
     from kernels_pallas.retention_attention import pallas_mosaic_tpu_backward
 
-    return (*pallas_mosaic_tpu_backward.backward(*saved, d_out=d_out), None, None)
+    return (*pallas_mosaic_tpu_backward.backward(*saved, d_out), None, None)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

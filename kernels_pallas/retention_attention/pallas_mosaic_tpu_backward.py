@@ -21,6 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import lowering
+from kernels_pallas.partition import partitioned
 from kernels_pallas.retention_attention import tiles
 from kernels_pallas.retention_attention.pallas_mosaic_tpu import (
     KEY_BLOCK,
@@ -33,6 +34,10 @@ from kernels_pallas.retention_attention.pallas_mosaic_tpu import (
 )
 
 
+@partitioned(
+    "B K G T D, B K T D, B K T D, B K T, B T, , B K G T D, B K G T, B K G T D"
+    "-> B K G T D, B K T D, B K T D, B K T"
+)
 def backward(
     queries: Float[Array, "B K G T D"],
     keys: Float[Array, "B K T D"],
@@ -42,7 +47,6 @@ def backward(
     window: Int[Array, ""],
     out: Float[Array, "B K G T D"],
     lse: Float[Array, "B K G T"],
-    *,
     d_out: Float[Array, "B K G T D"],
 ) -> tuple[Array, Array, Array, Array]:
     """Gradients of queries, keys, values and log_beta from the saved forward pass."""

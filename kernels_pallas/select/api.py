@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import jax
@@ -36,14 +37,14 @@ def keep_mask(
 
 
 def competing_threshold(
-    keys: UInt32[Array, "B N S"],
+    keys: UInt32[Array, "B *n S"],
     total: Int[Array, " B"],
-    low: Int[Array, "B N"],
-    high: Int[Array, "B N"],
+    low: Int[Array, "B *n"],
+    high: Int[Array, "B *n"],
     *,
     implementation: Literal["threshold", "digits"] | None = None,
 ) -> UInt32[Array, " B"]:
-    """The largest key at or above which the heads N of a row have at least `total` entries.
+    """The largest key at or above which the heads *n of a row have at least `total` entries.
 
     `keys` are `order_key`. A head counts with at least `low` and at most `high` of its S entries.
     0 if all of them are too few.
@@ -72,7 +73,11 @@ def kept_indices(
         return jnp.pad(found, widths, constant_values=slots), jnp.minimum(count, capacity)
     running = jnp.cumsum(keep, axis=-1, dtype=jnp.int32)
     wanted = jnp.arange(1, capacity + 1, dtype=jnp.int32)
-    find = jax.vmap(lambda row: jnp.searchsorted(row, wanted))
-    indices = find(running.reshape(-1, slots)).astype(jnp.int32)
-    indices = indices.reshape(*keep.shape[:-1], capacity)
-    return indices, jnp.minimum(running[..., -1], capacity)
+    find = partial(_find, wanted=wanted)
+    for _ in running.shape[:-1]:  # one by one: axes that lie over devices are not merged
+        find = jax.vmap(find)
+    return find(running).astype(jnp.int32), jnp.minimum(running[..., -1], capacity)
+
+
+def _find(row: Int[Array, " S"], wanted: Int[Array, " C"]) -> Int[Array, " C"]:
+    return jnp.searchsorted(row, wanted)

@@ -16,11 +16,14 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kernels_pallas import dispatch
+from kernels_pallas.partition import mesh_of, partitioned
+from kernels_pallas.select.axes import axes
 from kernels_pallas.select.order import order_key
 
 _CACHED = 2**22  # keys of rows that are taken together: in VMEM, or in a GPU's cache
 
 
+@partitioned(axes)
 def keep_mask(
     scores: Float[Array, "*n S"],
     rank: Int[Array, "*n S"],
@@ -56,10 +59,10 @@ def keep_largest(key: UInt32[Array, "R S"], budgets: Int[Array, " R"]) -> Bool[A
 
 
 def competing_threshold(
-    keys: UInt32[Array, "B N S"],
+    keys: UInt32[Array, "B *n S"],
     total: Int[Array, " B"],
-    low: Int[Array, "B N"],
-    high: Int[Array, "B N"],
+    low: Int[Array, "B *n"],
+    high: Int[Array, "B *n"],
 ) -> UInt32[Array, " B"]:
     """As in `threshold`."""
 
@@ -67,12 +70,15 @@ def competing_threshold(
         keys, total, low, high = rows
 
         def enough(threshold: UInt32[Array, " R"]) -> Bool[Array, " R"]:
-            counts = _count(keys >= threshold[:, None, None])[..., 0]
-            return jnp.sum(jnp.clip(counts, low, high), axis=1) >= total
+            at_least = threshold.reshape(-1, *(1,) * (keys.ndim - 1))
+            counts = jnp.clip(_count(keys >= at_least)[..., 0], low, high)
+            return jnp.sum(counts, axis=tuple(range(1, counts.ndim))) >= total
 
         return _largest(enough, total.shape, 32, _digit(keys))
 
-    return _by_groups(some, (keys, total, low, high))
+    arrays = (keys, total, low, high)
+    # Over devices only counts are exchanged, if rows stay where they are.
+    return _by_groups(some, arrays) if mesh_of(arrays) is None else some(arrays)
 
 
 def _count(mask: Bool[Array, "*n S"]) -> Int[Array, "*n 1"]:

@@ -23,6 +23,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas import lowering
+from kernels_pallas.partition import partitioned
+from kernels_pallas.select.axes import axes
 
 _LEAST = -(2**31)  # of int32: the key of an empty slot
 _PART = 128  # slots that a warpgroup reads at once, one per thread
@@ -32,6 +34,7 @@ _GROUPS = 4  # warpgroups of a longer row
 _LONGEST = 49152  # slots whose keys fit in shared memory
 
 
+@partitioned(axes)
 def keep_mask(
     scores: Float[Array, "*n S"],
     rank: Int[Array, "*n S"],

@@ -40,22 +40,23 @@ def keep_largest(key: UInt32[Array, "*n S"], budgets: Int[Array, "*n"]) -> Bool[
 
 
 def competing_threshold(
-    keys: UInt32[Array, "B N S"],
+    keys: UInt32[Array, "B *n S"],
     total: Int[Array, " B"],
-    low: Int[Array, "B N"],
-    high: Int[Array, "B N"],
+    low: Int[Array, "B *n"],
+    high: Int[Array, "B *n"],
 ) -> UInt32[Array, " B"]:
-    """The largest key at or above which the heads N of a row have at least `total` entries.
+    """The largest key at or above which the heads *n of a row have at least `total` entries.
 
     A head counts with at least `low` and at most `high` of its S entries. 0 if there are too few.
     """
-    total = total[:, None, None]
+    others = tuple(range(1, keys.ndim))
+    total = jnp.expand_dims(total, others)
 
     def add_bit(step: Array, threshold: Array) -> Array:
         candidate = threshold | (jnp.uint32(1) << (jnp.uint32(31) - step.astype(jnp.uint32)))
         counts = jnp.clip(jnp.sum(keys >= candidate, axis=-1, dtype=jnp.int32), low, high)
-        enough = jnp.sum(counts, axis=1, keepdims=True)[..., None] >= total
+        enough = jnp.sum(counts[..., None], axis=others, keepdims=True) >= total
         return jnp.where(enough, candidate, threshold)
 
     threshold = lax.fori_loop(0, 32, add_bit, jnp.zeros(total.shape, jnp.uint32))
-    return threshold[:, 0, 0]
+    return threshold.reshape(-1)

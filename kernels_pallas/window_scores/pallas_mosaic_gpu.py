@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.attention.blocks import pad_to
+from kernels_pallas.partition import partitioned
 from kernels_pallas.window_scores.pallas_mosaic_gpu_sweeps import (
     LOW,
     ROW_TILE,
@@ -40,6 +41,7 @@ _SMEM_BYTES = (104 * 1024, 200 * 1024)
 _PROGRAMS = 264  # about two per multiprocessor of an H100 or H200
 
 
+@partitioned("B H W D, B K S D, B W, B K S, B W -> B N S")
 def window_scores(
     queries: Float[Array, "B H W D"],
     keys: Float[Array, "B K S D"],
@@ -76,6 +78,7 @@ def window_scores(
     return scores.reshape(keys.shape[0], -1, keys.shape[2])
 
 
+@partitioned("B H W D, B K S D, B W, B K S -> B H S, B H S, B H S")
 def window_moments(
     queries: Float[Array, "B H W D"],
     keys: Float[Array, "B K S D"],

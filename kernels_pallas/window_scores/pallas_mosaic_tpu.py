@@ -25,6 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.lowering import tpu_interpret
+from kernels_pallas.partition import partitioned
 from kernels_pallas.window_scores.reference import OverGroup, OverQueries
 from kernels_pallas.window_scores.rows import Rows, moment_shares, rows_of, score_shares
 
@@ -37,6 +38,7 @@ _LOW = -1e30  # below every logit, and finite: exp(_LOW - _LOW) is no NaN
 type Reduce = Callable[[Array, Array, Array], Sequence[Array]]
 
 
+@partitioned("B H W D, B K S D, B W, B K S, B W -> B N S")
 def window_scores(
     queries: Float[Array, "B H W D"],
     keys: Float[Array, "B K S D"],
@@ -74,6 +76,7 @@ def window_scores(
     return scores.reshape(keys.shape[0], -1, keys.shape[2])
 
 
+@partitioned("B H W D, B K S D, B W, B K S -> B H S, B H S, B H S")
 def window_moments(
     queries: Float[Array, "B H W D"],
     keys: Float[Array, "B K S D"],

@@ -193,15 +193,10 @@ def global_budgets(
 
     Every head that holds anything keeps at least one entry, and `floor` of them where given.
     """
-    layers, batch, heads = scores.shape[:3]
-
-    def by_row(array: Array) -> Array:
-        return jnp.moveaxis(array, 1, 0).reshape(batch, layers * heads, *array.shape[3:])
-
-    keys = by_row(order_key(scores, rank, valid))
-    high = by_row(jnp.sum(valid, axis=-1, dtype=jnp.int32))
+    keys = jnp.moveaxis(order_key(scores, rank, valid), 1, 0)  # [B, L, K, S]
+    high = jnp.moveaxis(jnp.sum(valid, axis=-1, dtype=jnp.int32), 1, 0)
     if ceiling is not None:
-        high = jnp.minimum(high, ceiling[:, None])
-    safe = jnp.ones_like(high) if floor is None else jnp.maximum(floor, 1)[:, None]
+        high = jnp.minimum(high, ceiling[:, None, None])
+    safe = jnp.ones_like(high) if floor is None else jnp.maximum(floor, 1)[:, None, None]
     budgets = competing_budgets(keys, total, jnp.minimum(safe, high), high)
-    return jnp.moveaxis(budgets.reshape(batch, layers, heads), 1, 0)
+    return jnp.moveaxis(budgets, 1, 0)

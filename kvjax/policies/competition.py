@@ -14,11 +14,11 @@ _PARTS = 64  # fixed point: shares are resolved to 1/64 entry
 
 
 def competing_budgets(
-    keys: UInt32[Array, "B N S"],
+    keys: UInt32[Array, "B *n S"],
     total: Int[Array, " B"],
-    low: Int[Array, "B N"],
-    high: Int[Array, "B N"],
-) -> Int[Array, "B N"]:
+    low: Int[Array, "B *n"],
+    high: Int[Array, "B *n"],
+) -> Int[Array, "B *n"]:
     """How many of the `total` largest keys of a row lie in each head, within [low, high].
 
     `keys` are `kernels_pallas.select.order_key`: what is kept first has the largest. A head is
@@ -27,12 +27,15 @@ def competing_budgets(
     `total`, clipped to [sum(low), sum(high)].
     """
 
-    threshold = competing_threshold(keys, total, low, high)[:, None, None]
+    threshold = competing_threshold(keys, total, low, high)
+    threshold = jnp.expand_dims(threshold, tuple(range(1, keys.ndim)))
 
-    def heads(chosen: Bool[Array, "B N S"]) -> Int[Array, "B N"]:
-        return jnp.clip(jnp.sum(chosen, axis=-1, dtype=jnp.int32), low, high)
+    def heads(chosen: Bool[Array, "B *n S"]) -> Int[Array, "B N"]:
+        counts = jnp.clip(jnp.sum(chosen, axis=-1, dtype=jnp.int32), low, high)
+        return counts.reshape(counts.shape[0], -1)
 
-    return _fill(heads(keys > threshold), heads(keys >= threshold), total)
+    filled = _fill(heads(keys > threshold), heads(keys >= threshold), total)
+    return filled.reshape(low.shape)
 
 
 def apportion(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,20 @@ else:
     os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
 
 import jax
+import numpy as np
 import pytest
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
+from jax.sharding import (
+    AbstractDevice,
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+    use_abstract_mesh,
+)
 
 TARGETS = {"tpu": ("v5e", "v6e"), "gpu": ("h200",)}.get(PLATFORM, ())
 _TPU_TOPOLOGY = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
@@ -56,12 +67,13 @@ class Compiled:
     text: str  # the compiled program
 
 
-def _device(target: str) -> tuple[Any, AbstractDevice]:
+def _devices(target: str) -> tuple[list[Any], AbstractDevice]:
+    """Four devices, and what kind they are of."""
     if target == "h200":
         described = topologies.get_topology_desc(
             platform="cuda",
             target_config=(Path(__file__).parent / "h200.txtpb").read_text(),
-            topology="1x1x1",
+            topology="1x1x4",
         )
         kind = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
     else:
@@ -69,25 +81,39 @@ def _device(target: str) -> tuple[Any, AbstractDevice]:
             platform="tpu", topology_name=_TPU_TOPOLOGY[target]
         )
         kind = AbstractDevice(device_kind=_TPU_KIND[target], num_cores=1, platform="tpu")
-    return described.devices[0], kind
+    return list(described.devices), kind
 
 
 @pytest.fixture(params=TARGETS)
 def compile_for(
     request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., Compiled]:
-    """Compiles `function(*specs)` for one target; specs are pytrees of `jax.ShapeDtypeStruct`."""
-    device, kind = _device(request.param)
-    mesh = AbstractMesh((), (), abstract_device=kind)
-    placed = SingleDeviceSharding(device)
+    """Compiles `function(*specs)` for one target; specs are pytrees of `jax.ShapeDtypeStruct`.
+
+    With `over`, a `PartitionSpec` for each of the flattened specs, for two by two devices named
+    `data` and `tensor`.
+    """
+    devices, kind = _devices(request.param)
 
     def compile_program(
-        function: Callable[..., Any], *specs: Any, donate: tuple[int, ...] = ()
+        function: Callable[..., Any],
+        *specs: Any,
+        donate: tuple[int, ...] = (),
+        over: Sequence[PartitionSpec] | None = None,
     ) -> Compiled:
-        arguments = jax.tree.map(
-            lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=placed), specs
+        leaves, tree = jax.tree.flatten(specs)
+        placed: Sequence[Sharding] = [SingleDeviceSharding(devices[0])] * len(leaves)
+        context = AbstractMesh((), (), abstract_device=kind)
+        if over is not None:
+            kinds = (AxisType.Auto, AxisType.Auto)
+            mesh = Mesh(np.array(devices).reshape(2, 2), ("data", "tensor"), kinds)
+            context = AbstractMesh((2, 2), mesh.axis_names, kinds, abstract_device=kind)
+            placed = [NamedSharding(mesh, spec) for spec in over]
+        arguments = tree.unflatten(
+            jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=where)
+            for spec, where in zip(leaves, placed, strict=True)
         )
-        with use_abstract_mesh(mesh):
+        with use_abstract_mesh(context):
             lowered = jax.jit(function, donate_argnums=donate).lower(*arguments)
         compiled = lowered.compile()
         memory = compiled.memory_analysis()

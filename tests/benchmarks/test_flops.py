@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from benchmarks.flops import flops
 
@@ -28,3 +29,19 @@ def test_batched_products_and_calls_count():
 
     traced = jax.jit(lambda a, b: inner(a, b) * 2).trace(jnp.ones((5, 2, 3)), jnp.ones((5, 3, 7)))
     assert flops(traced) == 2 * 5 * 2 * 3 * 7
+
+
+def test_what_every_device_does_on_its_part_counts_for_all_of_them():
+    mesh = AbstractMesh((4,), ("data",), (AxisType.Auto,))
+    rows = PartitionSpec("data")
+
+    def product(x, weight):
+        return jax.shard_map(
+            lambda x, weight: x @ weight,
+            mesh=mesh,
+            in_specs=(rows, PartitionSpec()),
+            out_specs=rows,
+        )(x, weight)
+
+    traced = jax.jit(product).trace(jnp.zeros((8, 3)), jnp.zeros((3, 5)))
+    assert flops(traced) == 2 * 8 * 3 * 5

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import types
 
-import jax
 import pytest
 
 from kernels_pallas import dispatch
@@ -42,23 +41,6 @@ def test_a_platform_runs_its_kernel_and_what_it_declines_falls_back(operation, m
     assert operation(2, implementation=None, portable="reference") == ("gpu", 2)
     assert operation(3, implementation=None, portable="reference") == ("reference", 3)
     assert dispatch.choices()["answer"].reason == "mosaic_gpu: 3 is odd"
-
-
-def test_over_several_devices_a_kernel_runs_within_shard_map_only(operation, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    monkeypatch.setattr(jax, "device_count", lambda: 4)
-    assert operation(2, implementation=None, portable="reference") == ("reference", 2)
-    assert "shard_map" in dispatch.choices()["answer"].reason
-    mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
-    seen = []
-
-    def within(x):
-        seen.append(operation(2, implementation=None, portable="reference"))
-        return x
-
-    spec = jax.sharding.PartitionSpec("data")
-    jax.shard_map(within, mesh=mesh, in_specs=spec, out_specs=spec)(jax.numpy.zeros(1))
-    assert seen == [("tpu", 2)]
 
 
 def test_a_named_implementation_never_falls_back(operation, monkeypatch):
