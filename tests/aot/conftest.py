@@ -107,7 +107,7 @@ def compile_for(
         if over is not None:
             kinds = (AxisType.Auto, AxisType.Auto)
             mesh = Mesh(np.array(devices).reshape(2, 2), ("data", "tensor"), kinds)
-            context = AbstractMesh((2, 2), mesh.axis_names, kinds, abstract_device=kind)
+            context = mesh.abstract_mesh
             placed = [NamedSharding(mesh, spec) for spec in over]
         arguments = tree.unflatten(
             jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=where)
