@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -64,12 +63,10 @@ def causal_attention(
     if implementation == "cudnn":
         return library.cudnn(queries, keys, values)
     if implementation is None:
-        kernel = {"tpu": library.splash, "gpu": library.cudnn}.get(jax.default_backend())
-        if kernel is not None:
-            try:
-                return kernel(queries, keys, values)
-            except NotImplementedError:
-                pass
+        try:
+            return library.attention(queries, keys, values)
+        except NotImplementedError:
+            pass
     spread = jnp.broadcast_to(positions[:, None], keys.shape[:3])
     return attention(queries, keys, values, positions, spread, implementation=implementation)
 
