@@ -67,7 +67,7 @@ def settled(cache: Cache, mesh: AbstractMesh | None) -> Cache:
         return {key: place(name, array) for key, array in arrays.items()}
 
     state = cache.policy_state
-    arrays = {
+    arrays: dict[str, Any] = {
         field.name: place(field.name, getattr(cache, field.name))
         for field in dataclasses.fields(cache)
         if field.name != "policy_state"
@@ -102,8 +102,8 @@ def spread_attention(
         return (out, lse), lax.psum_scatter(sums, AXIS, scatter_dimension=2, tiled=True)
 
     asking, held = (new.queries, positions), (new.keys, new.values)
-    found, sums = over_tokens(attend, asking, held, (positions, window), mesh)
-    return *found, sums
+    (out, lse), sums = over_tokens(attend, asking, held, (positions, window), mesh)
+    return out, lse, sums
 
 
 def over_tokens(
