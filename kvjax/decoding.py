@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvjax import eviction, remembering, strides
+from kvjax import eviction, remembering, sequence_parallel, strides
 from kvjax.assembly import assemble, empty_cache
 from kvjax.cache import Cache, Pages, modality
 from kvjax.layer_steps import (
@@ -51,8 +51,12 @@ def prefill(
     The full cache of one layer at a time is alive, beside what the layers before kept. An
     allocator that crosses layers decides after the last of them: until then each head keeps its
     best `capacity` entries as candidates, so that bound is also the bound of the peak.
+
+    Of a model on a mesh with an axis `sequence`, each device works on its share of the tokens.
     """
     remembering.check_params(policy, params, model.config)
+    mesh = sequence_parallel.mesh_of(model)
+    tokens, modalities = (sequence_parallel.padded(a, mesh) for a in (tokens, modalities))
     windows = jnp.asarray(model.windows)
     positions = prompt_positions(tokens, lengths)
     budgets = eviction.layer_budgets(policy, budget, lengths, model.config.num_layers)
@@ -60,7 +64,7 @@ def prefill(
     def body(carry: Any, inputs: Any) -> tuple[Any, eviction.Kept]:
         (x, before), (layer, window, index, layer_budget, layer_params) = carry, inputs
         rotation = model.rotation(positions)
-        x, new, column = attend(layer, x, rotation, positions, window, policy.needs)
+        x, new, column = attend(layer, x, rotation, positions, window, policy.needs, mesh=mesh)
         queries = window_queries(policy.window, new, positions, policy.needs)
         observation = observation_of(
             model, layer, index, positions, lengths, policy.needs, new, queries, column
@@ -76,7 +80,7 @@ def prefill(
     start = (model.embed(tokens), strides.first(policy, model.config, shape))
     (x, _), kept = lax.scan(body, start, inputs)
     cache = assemble(model, policy, kept, budget, lengths, capacity, pages, params)
-    return last_logits(model, x, lengths), cache
+    return last_logits(model, x, lengths), sequence_parallel.settled(cache, mesh)
 
 
 def prefill_chunked(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.attention import attention, causal_attention, merge
 from kernels_pallas.column_attention import column_attention
-from kvjax import eviction
+from kvjax import eviction, sequence_parallel
 from kvjax.cache.padded import join
 from kvjax.models.decoder import Adapters, Decoder, DecoderLayer, Projected
 from kvjax.policies.observation import Observation
@@ -28,15 +29,24 @@ def attend(
     cached: Any = None,
     read: Read | None = None,
     adapters: Adapters | None = None,
+    mesh: AbstractMesh | None = None,
 ) -> tuple[Array, Projected, Array | None]:
     """One layer over the cached slots and the new tokens; column sums where they are needed.
 
     `cached` is a cache and its view of this layer, read only: the new tokens are a second part,
     merged by log-sum-exp, so that the cache is never copied to be extended. `read` adds what is
     remembered of evicted entries; column sums are of the softmax over those that are there.
-    `adapters` are the layer's low-rank additions.
+    `adapters` are the layer's low-rank additions. With a `mesh` the tokens, a whole prompt, lie
+    over its axis `sequence`.
     """
+    x = sequence_parallel.spread(x, mesh)
     new = layer.project(x, *rotation, adapters)
+    if mesh is not None:
+        out, _, column = sequence_parallel.spread_attention(
+            new, positions, window, mesh,
+            windowed=any(layer.config.windows), column="column_attention" in needs,
+        )  # fmt: skip
+        return layer.finish(x, out, adapters), new, column
     entries = (new.queries, new.keys, new.values)
     spread = jnp.broadcast_to(positions[:, None], new.keys.shape[:3])
     # A token always sees itself, so a window does not matter to one alone.

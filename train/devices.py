@@ -32,9 +32,10 @@ def mesh_of(sizes: Mapping[str, int], batch: int, length: int) -> Mesh | None:
         raise ValueError(
             f"batch={batch}: allowed are multiples of {rows}, the mesh's data x fsdp devices"
         )
-    if length % shape["sequence"]:
+    chunks = 2 * shape["sequence"] if shape["sequence"] > 1 else 1  # see kvjax.sequence_parallel
+    if length % chunks:
         raise ValueError(
-            f"length={length}: allowed are multiples of mesh.sequence={shape['sequence']}"
+            f"length={length}: allowed are multiples of mesh.sequence={shape['sequence']} x 2"
         )
     return make_mesh(**shape)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax import sequence_parallel
 from kvjax.models.decoder import Decoder
 
 
@@ -38,16 +39,21 @@ def token_losses(
 
     `student` and `teacher` are residual streams before the final norm. labels[t] says that token
     t + 1 is to be predicted from t. Logits of `block` positions exist at a time, those of blocks
-    without a label never; the backward pass computes them again.
+    without a label never; the backward pass computes them again. Where tokens lie over devices, a
+    block has as many of each.
     """
     batch, length, width = student.shape
     following = jnp.roll(tokens, -1, axis=1)
-    count = -(-length // block)
-    padding = count * block - length
+    mesh = sequence_parallel.mesh_of(model)
+    shares = 1 if mesh is None else mesh.shape[sequence_parallel.AXIS]
+    each = -(-block // shares)
+    count = -(-length // (shares * each))
+    padding = count * shares * each - length
 
     def split(array: Array) -> Array:
         wide = jnp.pad(array, ((0, 0), (0, padding), *(((0, 0),) * (array.ndim - 2))))
-        return jnp.moveaxis(wide.reshape(batch, count, block, *array.shape[2:]), 1, 0)
+        parts = wide.reshape(batch, shares, count, each, *array.shape[2:])
+        return jnp.moveaxis(parts, 2, 0).reshape(count, batch, shares * each, *array.shape[2:])
 
     teacher = None if teacher is None else split(lax.stop_gradient(teacher))
 

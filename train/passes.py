@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from kernels_pallas.retention_attention import segment_attention
+from kvjax import sequence_parallel
 from kvjax.models.decoder import Decoder, Projected
+from train.attention import segment_attention
 from train.recipe import Batch
 
 
@@ -33,14 +34,13 @@ def frozen_pass(
     """
     segments = batch["segments"]
     rotation = model.rotation(jnp.maximum(batch["positions"], 0))
-    sliding = any(model.config.windows)
+    sliding, mesh = any(model.config.windows), sequence_parallel.mesh_of(model)
 
     def body(x: Array, inputs: Any) -> tuple[Array, Any]:
         layer, window, mine = inputs
+        x = sequence_parallel.spread(x, mesh)
         new = lax.stop_gradient(layer.project(x, *rotation))
-        out, lse = segment_attention(
-            new.queries, new.keys, new.values, segments, window=window if sliding else None
-        )
+        out, lse = segment_attention(new, segments, window if sliding else None, mesh)
         given = visit(Layer(new, out, lse, window), mine)
         return lax.stop_gradient(layer.finish(x, out)), given
 

@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.occupancy import occupancy_at
-from kernels_pallas.retention_attention import retention_attention
+from kvjax import sequence_parallel
 from kvjax.learned import modules
 from kvjax.learned.retention import (
     GateConfig,
@@ -24,6 +24,7 @@ from kvjax.learned.retention import (
     per_layer,
 )
 from kvjax.models.decoder import Decoder
+from train.attention import retention_attention
 from train.objectives import token_losses
 from train.passes import plain_pass
 from train.recipe import Batch
@@ -179,15 +180,15 @@ def decayed_pass(
     """
     segments = batch["segments"]
     rotation = model.rotation(jnp.maximum(batch["positions"], 0))
+    mesh = sequence_parallel.mesh_of(model)
 
     @jax.checkpoint
     def body(x: Array, inputs: Any) -> tuple[Array, Array]:
         layer, window, own = inputs
+        x = sequence_parallel.spread(x, mesh)
         new = layer.project(x, *rotation)
         rate = log_beta(own, new.hidden, model.config.num_kv_heads)
-        out = retention_attention(
-            new.queries, new.keys, new.values, rate, segments, window=_window(model, window)
-        )
+        out = retention_attention(new, rate, segments, _window(model, window), mesh)
         return layer.finish(x, out), occupancy_at(rate, segments, at)
 
     inputs = (model.layers, jnp.asarray(model.windows), gates)

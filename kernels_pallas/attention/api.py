@@ -7,7 +7,6 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas import dispatch
 from kernels_pallas.attention import blockwise, library, reference
 from kernels_pallas.attention.mask import NO_WINDOW
 
@@ -64,12 +63,10 @@ def causal_attention(
     if implementation == "cudnn":
         return library.cudnn(queries, keys, values)
     if implementation is None:
-        kernel = {"tpu": library.splash, "gpu": library.cudnn}.get(dispatch.platform())
-        if kernel is not None and dispatch.takes_kernels():
-            try:
-                return kernel(queries, keys, values)
-            except NotImplementedError:
-                pass
+        try:
+            return library.attention(queries, keys, values)
+        except NotImplementedError:
+            pass
     spread = jnp.broadcast_to(positions[:, None], keys.shape[:3])
     return attention(queries, keys, values, positions, spread, implementation=implementation)
 

@@ -1,4 +1,4 @@
-"""Maintained kernels for the attention of a prompt to itself: splash on TPU, cuDNN on GPU.
+"""Maintained kernels for attention within a prompt: splash on TPU, cuDNN on GPU.
 
 Each raises NotImplementedError with one sentence where it does not serve.
 """
@@ -9,11 +9,30 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kernels_pallas import dispatch
 from kernels_pallas.attention.blocks import pad_to
 from kernels_pallas.partition import partitioned
 
 _LANES = 128
 _AXES = "B H T D, B K T D, B K T D -> B H T D, B H T"
+
+
+def attention(
+    queries: Float[Array, "B H T D"],
+    keys: Float[Array, "B K T D"],
+    values: Float[Array, "B K T D"],
+    *,
+    causal: bool = True,
+) -> tuple[Float[Array, "B H T D"], Float[Array, "B H T"]]:
+    """Attention by the platform's kernel: output and log-sum-exp.
+
+    With `causal` False every query sees every key, as one part of a prompt sees an earlier one.
+    """
+    platform = dispatch.platform()
+    kernel = {"tpu": splash, "gpu": cudnn}.get(platform)
+    if kernel is None or not dispatch.takes_kernels():
+        raise NotImplementedError(f"no maintained attention kernel for {platform}")
+    return kernel(queries, keys, values, causal=causal)
 
 
 @partitioned(_AXES)
@@ -22,11 +41,12 @@ def splash(
     keys: Float[Array, "B K T D"],
     values: Float[Array, "B K T D"],
     *,
+    causal: bool = True,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B H T D"], Float[Array, "B H T"]]:
-    """Causal attention by JAX's splash attention for TPU: output and log-sum-exp.
+    """Attention by JAX's splash attention for TPU: output and log-sum-exp.
 
-    Padding at the end of a row is seen by padding only, so lengths do not enter.
+    Causal, padding at the end of a row is seen by padding only, so lengths do not enter.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel,
@@ -34,14 +54,17 @@ def splash(
     )
 
     batch, heads, length, size = queries.shape
+    if not causal and length % _LANES:
+        raise NotImplementedError(
+            f"splash attention that is not causal takes multiples of {_LANES} tokens, not {length}"
+        )
     kv_heads = keys.shape[1]
     group = heads // kv_heads
     queries = pad_to(queries * jnp.asarray(size**-0.5, queries.dtype), _LANES, 2)
     keys, values = pad_to(keys, _LANES, 2), pad_to(values, _LANES, 2)
     padded = queries.shape[2]
-    mask = splash_attention_mask.MultiHeadMask(
-        [splash_attention_mask.CausalMask((padded, padded))] * group
-    )
+    kind = splash_attention_mask.CausalMask if causal else splash_attention_mask.FullMask
+    mask = splash_attention_mask.MultiHeadMask([kind((padded, padded))] * group)
     # The kernel's default block of 128 is its smallest; larger ones keep the matrix unit busy.
     block = next(b for b in (1024, 512, 256, _LANES) if padded % b == 0)
     kernel = splash_attention_kernel.make_splash_mqa_single_device(
@@ -63,8 +86,10 @@ def cudnn(
     queries: Float[Array, "B H T D"],
     keys: Float[Array, "B K T D"],
     values: Float[Array, "B K T D"],
+    *,
+    causal: bool = True,
 ) -> tuple[Float[Array, "B H T D"], Float[Array, "B H T"]]:
-    """Causal attention by cuDNN's flash attention: output and log-sum-exp."""
+    """Attention by cuDNN's flash attention: output and log-sum-exp."""
     if queries.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(
             f"cuDNN attention takes bfloat16 and float16, not {queries.dtype}"
@@ -83,7 +108,7 @@ def cudnn(
             tokens_first(queries),
             tokens_first(keys),
             tokens_first(values),
-            is_causal=True,
+            is_causal=causal,
             implementation="cudnn",
             return_residual=True,
         )

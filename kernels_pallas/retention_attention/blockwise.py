@@ -33,42 +33,45 @@ class _Mask(NamedTuple):
 
 
 def retention_attention(
-    queries: Float[Array, "B H T D"],
+    queries: Float[Array, "B H Q D"],
     keys: Float[Array, "B K T D"],
     values: Float[Array, "B K T D"],
     log_beta: Float[Array, "B K T"],
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""] = NO_WINDOW,
     *,
+    asking: Tokens | None = None,
     query_block: int = 128,
     key_block: int = 128,
-) -> Float[Array, "B H T D"]:
+) -> Float[Array, "B H Q D"]:
     """As the reference, by FlashAttention's two recurrences (arXiv 2205.14135). Reverse mode only.
 
+    `asking` says which tokens of the rows the queries are of, in any order; None for all of them.
     Only output and log-sum-exp are kept for the backward pass, which makes the tiles again. Tiles
     that lie above the diagonal, outside the window, or across documents in every row cost nothing.
     """
     blocks = _blocks(queries.shape[2], query_block, key_block)
-    inputs = _padded(*blocks, queries, keys, values, log_beta, segments, window)
+    inputs = _padded(*blocks, queries, keys, values, log_beta, segments, window, asking)
     with jax.named_scope("retention_attention"):
         out = _attend(*blocks, *inputs)
     return out[:, :, :, : queries.shape[2]].reshape(queries.shape)
 
 
 def segment_attention(
-    queries: Float[Array, "B H T D"],
+    queries: Float[Array, "B H Q D"],
     keys: Float[Array, "B K T D"],
     values: Float[Array, "B K T D"],
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""] = NO_WINDOW,
     *,
+    asking: Tokens | None = None,
     query_block: int = 128,
     key_block: int = 128,
-) -> tuple[Float[Array, "B H T D"], Float[Array, "B H T"]]:
+) -> tuple[Float[Array, "B H Q D"], Float[Array, "B H Q"]]:
     """As the reference. Forward only: no rule is needed to differentiate what is frozen."""
     blocks = _blocks(queries.shape[2], query_block, key_block)
     still = jnp.zeros(keys.shape[:3], jnp.float32)
-    inputs = _padded(*blocks, queries, keys, values, still, segments, window)
+    inputs = _padded(*blocks, queries, keys, values, still, segments, window, asking)
     with jax.named_scope("segment_attention"):
         out, (*_, lse) = _forward(*blocks, *inputs)
     out, lse = (array[:, :, :, : queries.shape[2]] for array in (out, lse))
@@ -88,18 +91,20 @@ def _padded(
     log_beta: Array,
     segments: Array,
     window: int | Array,
+    asking: Tokens | None,
 ) -> tuple[_Tensors, _Mask]:
-    batch, kv_heads, length, size = keys.shape
+    batch, kv_heads, _, size = keys.shape
     everyone = tokens(segments)
+    asking = everyone if asking is None else asking
     tensors = _Tensors(
-        pad_to(queries.reshape(batch, kv_heads, -1, length, size), query_block, 3),
+        pad_to(queries.reshape(batch, kv_heads, -1, queries.shape[2], size), query_block, 3),
         pad_to(keys, key_block, 2),
         pad_to(values, key_block, 2),
         # The lowest finite number for -inf, of which age 0 would make NaN.
         pad_to(jnp.maximum(log_beta, jnp.finfo(jnp.float32).min), key_block, 2),
     )
     return tensors, _Mask(
-        everyone.padded(query_block), everyone.padded(key_block), jnp.asarray(window, jnp.int32)
+        asking.padded(query_block), everyone.padded(key_block), jnp.asarray(window, jnp.int32)
     )
 
 

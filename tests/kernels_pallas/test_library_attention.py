@@ -26,6 +26,18 @@ def test_splash_attention_is_the_reference_on_a_length_between_its_blocks():
     np.testing.assert_allclose(lse, wanted_lse, atol=2e-5)
 
 
+def test_splash_attention_of_a_part_to_an_earlier_one_sees_all_of_it():
+    queries, keys, values = prompt(128)
+    out, lse = library.splash(queries, keys, values, causal=False, interpret=True)
+    later = jnp.full((1, 128), 128, jnp.int32)
+    slots = jnp.broadcast_to(jnp.arange(128, dtype=jnp.int32), (1, 2, 128))
+    wanted, wanted_lse = reference.attention(queries, keys, values, later, slots)
+    np.testing.assert_allclose(out, wanted, atol=2e-5)
+    np.testing.assert_allclose(lse, wanted_lse, atol=2e-5)
+    with pytest.raises(NotImplementedError, match="not 136"):
+        library.splash(*prompt(136), causal=False, interpret=True)
+
+
 def test_splash_attention_lowers_for_tpu():
     shapes = [jax.ShapeDtypeStruct(a.shape, jnp.bfloat16) for a in prompt()]
     lowered = jax.jit(library.splash).trace(*shapes).lower(lowering_platforms=("tpu",))

@@ -148,6 +148,24 @@ def test_segments_may_lie_in_any_order(seed, window, data):
         np.testing.assert_allclose(ours, theirs, atol=1e-4, err_msg=name)
 
 
+def test_queries_of_some_tokens_in_any_order_get_what_they_get_among_all():
+    tensors, segments = case(2, 2, 2, 45, 8), rows(PACKED)
+    some = np.array([40, 3, 17, 18, 44, 0])
+    asking = jax.tree.map(lambda a: a[:, some], tokens(segments))
+
+    def among_all(*tensors):
+        return reference.retention_attention(*tensors, segments)[:, :, some]
+
+    def alone(queries, *held):
+        return in_blocks(queries[:, :, some], *held, segments, asking=asking)
+
+    found, wanted = (jax.vjp(form, *tensors) for form in (alone, among_all))
+    np.testing.assert_allclose(found[0], wanted[0], atol=2e-5)
+    weights = jnp.asarray(probe(wanted[0].shape), jnp.float32)
+    for name, got, right in zip(NAMES, found[1](weights), wanted[1](weights), strict=True):
+        np.testing.assert_allclose(got, right, atol=2e-4, err_msg=name)
+
+
 @pytest.mark.parametrize("form", FORMS, ids=["reference", "blockwise"])
 def test_padding_gets_zero_and_gives_no_gradient(form):
     tensors = case(2, 2, 3, 45, 8, seed=3)
