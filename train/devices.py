@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kvjax.models.sharding import MESH_AXES, ShardingRules, make_mesh
+
+_ROWS = (("data", "fsdp"), "sequence")  # mesh axes over which rows and their tokens lie
 
 
 def mesh_of(sizes: Mapping[str, int], batch: int, length: int) -> Mesh | None:
@@ -70,7 +73,24 @@ def place_batch(
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Of the arrays [B, T] of a batch."""
-    return NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "sequence"))
+    return NamedSharding(mesh, PartitionSpec(*_ROWS))
+
+
+def known(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
+    """Within it, `by_rows` lays activations over the mesh."""
+    if mesh is None:
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+
+
+def by_rows(x: jax.Array) -> jax.Array:
+    """Activations [B, T, E] laid as the batch is, where a step's mesh is known.
+
+    Left alone the compiler may keep every weight where it lies and exchange rows, which are more.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*_ROWS))
 
 
 def state_shardings(state: Any, axes: Any, mesh: Mesh) -> Any:

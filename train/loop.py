@@ -196,7 +196,8 @@ def step_function(
     ) -> tuple[TrainState, dict[str, Any]]:
         key = jax.random.fold_in(jax.random.key(config.seed + 1), state.step)
         loss = jax.value_and_grad(recipe.loss, has_aux=True)
-        (total, parts), gradients = loss(state.params, model, batch, key, fixed)
+        with devices.known(mesh):
+            (total, parts), gradients = loss(state.params, model, batch, key, fixed)
         updates, optimizer_state = transform.update(gradients, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
         values = {

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from kernels_pallas.retention_attention import segment_attention
 from kvjax.models.decoder import Decoder, Projected
+from train.devices import by_rows
 from train.recipe import Batch
 
 
@@ -42,10 +43,10 @@ def frozen_pass(
             new.queries, new.keys, new.values, segments, window=window if sliding else None
         )
         given = visit(Layer(new, out, lse, window), mine)
-        return lax.stop_gradient(layer.finish(x, out)), given
+        return by_rows(lax.stop_gradient(layer.finish(x, out))), given
 
     inputs = (model.layers, jnp.asarray(model.windows), own)
-    return lax.scan(body, model.embed(batch["tokens"]), inputs)
+    return lax.scan(body, by_rows(model.embed(batch["tokens"])), inputs)
 
 
 def plain_pass(model: Decoder, batch: Batch) -> Float[Array, "B T E"]:

@@ -24,6 +24,7 @@ from kvjax.learned.retention import (
     per_layer,
 )
 from kvjax.models.decoder import Decoder
+from train.devices import by_rows
 from train.objectives import token_losses
 from train.passes import plain_pass
 from train.recipe import Batch
@@ -188,10 +189,10 @@ def decayed_pass(
         out = retention_attention(
             new.queries, new.keys, new.values, rate, segments, window=_window(model, window)
         )
-        return layer.finish(x, out), occupancy_at(rate, segments, at)
+        return by_rows(layer.finish(x, out)), occupancy_at(rate, segments, at)
 
     inputs = (model.layers, jnp.asarray(model.windows), gates)
-    return lax.scan(body, model.embed(batch["tokens"]), inputs)
+    return lax.scan(body, by_rows(model.embed(batch["tokens"])), inputs)
 
 
 def capacity_loss(

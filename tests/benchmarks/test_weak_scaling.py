@@ -15,20 +15,25 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-def test_a_decode_step_of_small_shapes_does_not_grow(tmp_path):
-    flags = ["--small", "--programs", "decode", "--devices", "8,16", "--out", str(tmp_path)]
+def test_small_programs_do_not_grow_and_exchange_weights_and_not_rows(tmp_path):
+    flags = ["--small", "--devices", "8,16", "--out", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.weak_scaling", *flags],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     report = json.loads((tmp_path / "weak_scaling.json").read_text())
-    first, second = report["rows"]
-    assert (first["mesh"], second["mesh"]) == ({"data": 2, "tensor": 4}, {"data": 4, "tensor": 4})
-    assert first["flops"] == second["flops"] > 0 and report["growth"] == []
-    assert (tmp_path / "weak_scaling.md").read_text() in done.stdout
+    assert (tmp_path / "weak_scaling.md").read_text() in done.stdout and report["growth"] == []
+    rows = {(row["program"], row["devices"]): row for row in report["rows"]}
+    assert rows["decode", 16]["mesh"] == {"data": 4, "tensor": 4}
+    # An entry that is appended is written where its head lies.
+    assert rows["decode", 8]["collective_bytes"] == rows["decode", 16]["collective_bytes"]
+    # With a model over all devices they sum gradients alone, as with a whole model on each.
+    whole, cut = (rows[name, 8]["collective_bytes"] for name in ("train-data", "train-fsdp"))
+    assert cut["all-reduce"] < 1.1 * whole["all-reduce"]
+    assert "all-gather" not in whole and cut["all-gather"] > 0
 
 
 def made_up(devices, **changes):
