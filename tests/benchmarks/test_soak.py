@@ -10,12 +10,12 @@ import pytest
 from benchmarks import soak
 from train.metrics import METRICS_FILE
 
-STEPS = 120
+STEPS = 60
 
 
 @pytest.mark.slow
 def test_a_killed_run_equals_an_unbroken_one_and_differences_are_found(tmp_path):
-    asked = argparse.Namespace(minutes=None, steps=STEPS, kills=2, save_seconds=0.4, seed=1)
+    asked = argparse.Namespace(minutes=None, steps=STEPS, kills=2, save_seconds=1.0, seed=1)
     found = soak.soak(tmp_path, asked)
     assert found["equal"], found
     in_step, in_save = found["kills"]
