@@ -35,16 +35,15 @@ for _name, _value in (
     os.environ.setdefault(_name, _value)
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh
 
 import kvjax
 from benchmarks.flops import flops
 from benchmarks.hlo import traffic
+from benchmarks.serving import trace_decode, trace_prefill
 from kernels_pallas import dispatch
-from kvjax import decoding
 from kvjax.models.config import ModelConfig, RopeConfig
 from kvjax.models.sharding import MESH_AXES
 from train.abstract import model_shapes, trace_step
@@ -113,39 +112,15 @@ def _training(name: str, model: ModelConfig, part: Slice) -> jax.stages.Traced:
 def _serving(name: str, model: ModelConfig, part: Slice) -> jax.stages.Traced:
     """Prompts of 32K tokens cut to 1024 entries, or one token for each of 64 such caches."""
     mesh = _mesh(part, data=4, tensor=4)
-    decoder = model_shapes(model, mesh)
-    rows = 4 if name == "prefill" else 64
-    policy = kvjax.policy("snapkv")
-
-    def placed(shape: tuple[int, ...], dtype: Any, *axes: Any) -> jax.ShapeDtypeStruct:
-        where = NamedSharding(mesh, PartitionSpec(*axes))
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
-
-    def prefill(model: Any, tokens: Any, lengths: Any, budget: Any) -> Any:
-        return decoding.prefill(
-            model, tokens, lengths, budget, policy=policy, capacity=_BUDGET + _ROOM
-        )
-
-    lengths = placed((rows,), jnp.int32, "data")
-    tokens = placed((rows, _PROMPT), jnp.int32, "data")
-    if name == "prefill":
-        return jax.jit(prefill).trace(decoder, tokens, lengths, lengths)
-    _, cache = jax.eval_shape(prefill, decoder, tokens, lengths, lengths)
-
-    def spread(spec: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        known = {1: ("data",), 3: (None, "data", "tensor")}
-        axes = known.get(spec.ndim, (None, "data", "tensor")) if spec.ndim else ()
-        return placed(spec.shape, spec.dtype, *axes)
-
-    cache = jax.tree.map(spread, cache)
-
-    def decode(model: Any, cache: Any, token: Any, lengths: Any) -> Any:
-        return decoding.extend(model, cache, token, lengths)
-
-    where = jax.tree.map(lambda spec: spec.sharding, cache)
-    logits = NamedSharding(mesh, PartitionSpec("data"))
-    step = jax.jit(decode, donate_argnums=1, out_shardings=(logits, where))
-    return step.trace(decoder, cache, placed((rows, 1), jnp.int32, "data"), lengths)
+    trace, rows = (trace_prefill, 4) if name == "prefill" else (trace_decode, 64)
+    return trace(
+        model_shapes(model, mesh),
+        mesh,
+        kvjax.policy("snapkv"),
+        rows=rows,
+        prompt=_PROMPT,
+        capacity=_BUDGET + _ROOM,
+    )
 
 
 PROGRAMS: dict[str, Callable[[str, ModelConfig, Slice], jax.stages.Traced]] = {

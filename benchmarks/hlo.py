@@ -1,4 +1,7 @@
-"""What a compiled program exchanges between devices, loops counted as often as they run."""
+"""What a compiled program exchanges between devices, loops counted as often as they run.
+
+Of branches the one counts that exchanges most.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "coll
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][a-z0-9\-]*)\(")
 _ARRAY = re.compile(r"\b([a-z]+[0-9a-z]*)\[([0-9,]*)\]")
-_CALLEES = re.compile(r"\b(?:body|to_apply|calls|condition|branch_computations)=\{?([^,}\s]+)")
+_CALLEES = re.compile(r"\b(?:body|to_apply|calls|condition)=([^,\s]+)")
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}|\b(?:true|false)_computation=([^,\s]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
@@ -58,8 +62,10 @@ def traffic(text: str) -> Traffic:
                 size[kind] += _result_bytes(shape, opcode.endswith("-start"))
                 continue
             trips = _TRIPS.search(line)
-            for callee in _CALLEES.findall(line):
-                inner = of(callee.lstrip("%"))
+            called = [of(callee.lstrip("%")) for callee in _CALLEES.findall(line)]
+            if branches := _branches(line):
+                called.append(max(map(of, branches), key=lambda branch: branch.total_bytes))
+            for inner in called:
                 times = int(trips[1]) if trips and opcode == "while" else 1
                 unknown += inner.unknown_loops
                 if opcode == "while" and trips is None and inner.count:
@@ -70,6 +76,11 @@ def traffic(text: str) -> Traffic:
         return Traffic(count, size, unknown)
 
     return of(entry)
+
+
+def _branches(line: str) -> list[str]:
+    names = ",".join(several or one for several, one in _BRANCHES.findall(line))
+    return [name.strip().lstrip("%") for name in names.split(",") if name]
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:

@@ -239,7 +239,8 @@ def commit() -> str:
             ["git", *words], cwd=ROOT, capture_output=True, text=True, check=False
         ).stdout.strip()
 
-    changed = git("status", "--porcelain", "--", "kvjax", "kernels_pallas", "benchmarks")
+    parts = ("kvjax", "kernels_pallas", "train", "eval", "benchmarks")
+    changed = git("status", "--porcelain", "--", *parts)
     return (git("rev-parse", "--short", "HEAD") or "unknown") + (" with changes" if changed else "")
 
 

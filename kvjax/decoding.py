@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvjax import eviction, remembering, sequence_parallel, strides
+from kvjax import eviction, placement, remembering, sequence_parallel, strides
 from kvjax.assembly import assemble, empty_cache
 from kvjax.cache import Cache, Pages, modality
 from kvjax.layer_steps import (
@@ -55,7 +55,7 @@ def prefill(
     Of a model on a mesh with an axis `sequence`, each device works on its share of the tokens.
     """
     remembering.check_params(policy, params, model.config)
-    mesh = sequence_parallel.mesh_of(model)
+    mesh = placement.mesh_of(model)
     tokens, modalities = (sequence_parallel.padded(a, mesh) for a in (tokens, modalities))
     windows = jnp.asarray(model.windows)
     positions = prompt_positions(tokens, lengths)
@@ -80,7 +80,7 @@ def prefill(
     start = (model.embed(tokens), strides.first(policy, model.config, shape))
     (x, _), kept = lax.scan(body, start, inputs)
     cache = assemble(model, policy, kept, budget, lengths, capacity, pages, params)
-    return last_logits(model, x, lengths), sequence_parallel.settled(cache, mesh)
+    return last_logits(model, x, lengths), placement.settled(cache, mesh)
 
 
 def prefill_chunked(
@@ -110,6 +110,7 @@ def prefill_chunked(
 
     pieces = None if modalities is None else cut(modalities)
     cache = empty_cache(model, batch, capacity, policy, pages, modalities=modalities is not None)
+    cache = placement.settled(cache, placement.mesh_of(model))
 
     def body(carry: Any, inputs: Any) -> tuple[Any, None]:
         logits, cache = carry

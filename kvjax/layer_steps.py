@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas.attention import attention, causal_attention, merge
 from kernels_pallas.column_attention import column_attention
-from kvjax import eviction, sequence_parallel
+from kvjax import eviction, placement, sequence_parallel
 from kvjax.cache.padded import join
 from kvjax.models.decoder import Adapters, Decoder, DecoderLayer, Projected
 from kvjax.policies.observation import Observation
@@ -36,12 +36,12 @@ def attend(
     `cached` is a cache and its view of this layer, read only: the new tokens are a second part,
     merged by log-sum-exp, so that the cache is never copied to be extended. `read` adds what is
     remembered of evicted entries; column sums are of the softmax over those that are there.
-    `adapters` are the layer's low-rank additions. With a `mesh` the tokens, a whole prompt, lie
-    over its axis `sequence`.
+    `adapters` are the layer's low-rank additions. With a `mesh` activations lie over it, and the
+    tokens, a whole prompt, over its axis `sequence`.
     """
-    x = sequence_parallel.spread(x, mesh)
+    x = placement.spread(x, mesh)
     new = layer.project(x, *rotation, adapters)
-    if mesh is not None:
+    if mesh is not None and sequence_parallel.divides(mesh):
         out, _, column = sequence_parallel.spread_attention(
             new, positions, window, mesh,
             windowed=any(layer.config.windows), column="column_attention" in needs,

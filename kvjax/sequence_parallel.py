@@ -7,73 +7,38 @@ go of them behind attention: what a policy then sees is spread over tokens again
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
 from kernels_pallas.attention import attention, library, merge
 from kernels_pallas.column_attention import column_attention
-from kvjax.cache import Cache
-from kvjax.models.decoder import Decoder, Projected
-from kvjax.models.sharding import ShardingRules
-from kvjax.policies.observation import State
+from kvjax.models.decoder import Projected
+from kvjax.placement import RULES
 
 AXIS = "sequence"
 _LANES = 128
-_RULES = ShardingRules()
 
 
-def mesh_of(model: Decoder) -> AbstractMesh | None:
-    """The mesh that the model's weights lie on, where it spreads tokens over several devices."""
-    mesh = jax.typeof(model.embedding.get_value()).sharding.mesh
-    if mesh.shape.get(AXIS, 1) == 1:
-        return None
-    automatic = all(kind == AxisType.Auto for kind in mesh.axis_types)
-    return mesh if automatic else None
+def divides(mesh: AbstractMesh | None) -> bool:
+    """Whether tokens lie over several devices of this mesh."""
+    return mesh is not None and mesh.shape.get(AXIS, 1) > 1
 
 
 def padded(tokens: Shaped[Array, "B T"] | None, mesh: AbstractMesh | None) -> Any:
     """`tokens` with as many zeros behind them as let every device have two equal chunks."""
-    if tokens is None or mesh is None:
+    if tokens is None or mesh is None or not divides(mesh):
         return tokens
     pieces, length = 2 * mesh.shape[AXIS], tokens.shape[1]
     chunk = -(-length // pieces)
     if chunk > 8 * _LANES:  # as kernels take them, where that adds an eighth at most
         chunk += -chunk % _LANES
     return jnp.pad(tokens, ((0, 0), (0, pieces * chunk - length)))
-
-
-def spread(x: Float[Array, "B T E"], mesh: AbstractMesh | None) -> Float[Array, "B T E"]:
-    """`x` with its rows over data and its tokens over the sequence."""
-    return x if mesh is None else _placed(x, ("batch", "tokens", None), mesh)
-
-
-def settled(cache: Cache, mesh: AbstractMesh | None) -> Cache:
-    """The cache with its rows over data and its heads over tensor, whole on every other axis."""
-    if mesh is None:
-        return cache
-
-    def place(name: str, array: Array) -> Array:
-        axes = ("layers", "batch", "kv_heads") if cache.row_axes.get(name) else ("batch",)
-        return _placed(array, axes[:2] if name == "layer" else axes, mesh)
-
-    def place_all(name: str, arrays: dict[str, Array]) -> dict[str, Array]:
-        return {key: place(name, array) for key, array in arrays.items()}
-
-    state = cache.policy_state
-    arrays: dict[str, Any] = {
-        field.name: place(field.name, getattr(cache, field.name))
-        for field in dataclasses.fields(cache)
-        if field.name != "policy_state"
-    }
-    slots, layer = place_all("slots", state.slots), place_all("layer", state.layer)
-    return dataclasses.replace(cache, **arrays, policy_state=State(slots=slots, layer=layer))
 
 
 def spread_attention(
@@ -126,7 +91,7 @@ def over_tokens(
             f"{length} tokens over {count} devices: allowed are multiples of {2 * count}, two "
             "chunks for each"
         )
-    heads = _RULES.spec(("batch", "kv_heads", "tokens"), held[0].shape[:3], mesh)
+    heads = RULES.spec(("batch", "kv_heads", "tokens"), held[0].shape[:3], mesh)
 
     def spec(array: Any) -> PartitionSpec:
         return heads if array.ndim > 2 else PartitionSpec(heads[0], heads[2])
@@ -205,8 +170,3 @@ def _dealt(array: Array, count: int, *, back: bool = False) -> Array:
             moves = [(there, here) for here, there in moves]
         halves.append(lax.ppermute(half, AXIS, moves))
     return jnp.concatenate(halves, axis=axis)
-
-
-def _placed(array: Array, axes: tuple[str | None, ...], mesh: AbstractMesh) -> Array:
-    spec = _RULES.spec(axes, array.shape[: len(axes)], mesh)
-    return lax.with_sharding_constraint(array, NamedSharding(mesh, spec))

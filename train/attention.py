@@ -18,7 +18,7 @@ from kernels_pallas.attention import NO_WINDOW
 from kernels_pallas.retention_attention import blockwise
 from kernels_pallas.retention_attention.segments import Tokens, tokens
 from kvjax.models.decoder import Projected
-from kvjax.sequence_parallel import over_tokens
+from kvjax.sequence_parallel import divides, over_tokens
 
 
 def retention_attention(
@@ -29,7 +29,7 @@ def retention_attention(
     mesh: AbstractMesh | None,
 ) -> Float[Array, "B H T D"]:
     """Attention under decay, differentiable; see `kernels_pallas.retention_attention`."""
-    if mesh is None:
+    if mesh is None or not divides(mesh):
         return operation.retention_attention(
             new.queries, new.keys, new.values, log_beta, segments, window=window
         )
@@ -51,7 +51,7 @@ def segment_attention(
     mesh: AbstractMesh | None,
 ) -> tuple[Float[Array, "B H T D"], Float[Array, "B H T"]]:
     """Plain attention within documents, forward only, and its log-sum-exp."""
-    if mesh is None:
+    if mesh is None or not divides(mesh):
         return operation.segment_attention(
             new.queries, new.keys, new.values, segments, window=window
         )

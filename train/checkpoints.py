@@ -23,7 +23,11 @@ class Checkpoints:
         self.manager = ocp.CheckpointManager(
             directory.absolute(),
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=config.keep, enable_async_checkpointing=True, create=True
+                max_to_keep=config.keep,
+                enable_async_checkpointing=True,
+                create=True,
+                # What a run that was killed left half written; nothing else removes it.
+                cleanup_tmp_directories=True,
             ),
         )
         self._last = time.monotonic()

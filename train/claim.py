@@ -40,7 +40,11 @@ def claim(config: TrainConfig) -> None:
             "data_shards": data_shards(config),
             "config": dataclasses.asdict(config),
         }
-        path.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+        text = json.dumps(content, indent=1, default=str) + "\n"
+        # Renamed into place: a run killed while it writes would never start again.
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
     processes.wait_for_all("claim: written")
 
 

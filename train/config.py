@@ -42,6 +42,11 @@ class CheckpointConfig:
     minutes: float = 5.0
     keep: int = 3
 
+    def __post_init__(self) -> None:
+        fields.integer("checkpoint.steps", self.steps, 1)
+        fields.positive("checkpoint.minutes", self.minutes)
+        fields.integer("checkpoint.keep", self.keep, 1)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import sequence_parallel
+from kvjax import placement, sequence_parallel
 from kvjax.models.decoder import Decoder
 
 
@@ -44,8 +44,8 @@ def token_losses(
     """
     batch, length, width = student.shape
     following = jnp.roll(tokens, -1, axis=1)
-    mesh = sequence_parallel.mesh_of(model)
-    shares = 1 if mesh is None else mesh.shape[sequence_parallel.AXIS]
+    mesh = placement.mesh_of(model)
+    shares = 1 if mesh is None else mesh.shape.get(sequence_parallel.AXIS, 1)
     each = -(-block // shares)
     count = -(-length // (shares * each))
     padding = count * shares * each - length

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from kvjax import sequence_parallel
+from kvjax import placement
 from kvjax.models.decoder import Decoder, Projected
 from train.attention import segment_attention
 from train.recipe import Batch
@@ -34,11 +34,11 @@ def frozen_pass(
     """
     segments = batch["segments"]
     rotation = model.rotation(jnp.maximum(batch["positions"], 0))
-    sliding, mesh = any(model.config.windows), sequence_parallel.mesh_of(model)
+    sliding, mesh = any(model.config.windows), placement.mesh_of(model)
 
     def body(x: Array, inputs: Any) -> tuple[Array, Any]:
         layer, window, mine = inputs
-        x = sequence_parallel.spread(x, mesh)
+        x = placement.spread(x, mesh)
         new = lax.stop_gradient(layer.project(x, *rotation))
         out, lse = segment_attention(new, segments, window if sliding else None, mesh)
         given = visit(Layer(new, out, lse, window), mine)

@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.occupancy import occupancy_at
-from kvjax import sequence_parallel
+from kvjax import placement
 from kvjax.learned import modules
 from kvjax.learned.retention import (
     GateConfig,
@@ -180,12 +180,12 @@ def decayed_pass(
     """
     segments = batch["segments"]
     rotation = model.rotation(jnp.maximum(batch["positions"], 0))
-    mesh = sequence_parallel.mesh_of(model)
+    mesh = placement.mesh_of(model)
 
     @jax.checkpoint
     def body(x: Array, inputs: Any) -> tuple[Array, Array]:
         layer, window, own = inputs
-        x = sequence_parallel.spread(x, mesh)
+        x = placement.spread(x, mesh)
         new = layer.project(x, *rotation)
         rate = log_beta(own, new.hidden, model.config.num_kv_heads)
         out = retention_attention(new, rate, segments, _window(model, window), mesh)

@@ -265,12 +265,15 @@ class PaddedCache:
         )
 
     def _write(self, into: Array, slot: Int[Array, "L B K T"], new: Array) -> Array:
-        """`new` [L, B, K, T, ...] at each head's slots; what is at `capacity` or behind is not."""
-        layers, batch, heads = slot.shape[:3]
-        index = (
-            jnp.arange(layers)[:, None, None, None],
-            jnp.arange(batch)[None, :, None, None],
-            jnp.arange(heads)[None, None, :, None],
-            slot,
-        )
-        return into.at[index].set(new.astype(into.dtype), mode="drop", unique_indices=True)
+        """`new` [L, B, K, T, ...] at each head's slots; what is at `capacity` or behind is not.
+
+        Mapped over the heads, so that each device writes those that it holds: axes given as
+        indices are not partitioned, and every device gets what all of them write.
+        """
+
+        def one_head(into: Array, slot: Array, new: Array) -> Array:
+            return into.at[slot].set(new, mode="drop", unique_indices=True)
+
+        heads = jax.vmap(jax.vmap(jax.vmap(one_head)))
+        written: Array = heads(into, slot, new.astype(into.dtype))
+        return written

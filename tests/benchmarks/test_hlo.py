@@ -67,6 +67,28 @@ ENTRY %main (p: f32[4]) -> f32[4] {
     assert found.unknown_loops == 1 and found.total_bytes == 7 * 256 + 4
 
 
+@pytest.mark.parametrize(
+    "branches",
+    ["branch_computations={%less, %more}", "true_computation=%more, false_computation=%less"],
+)
+def test_of_branches_the_one_counts_that_exchanges_most(branches):
+    text = f"""HloModule made_up
+
+%less (p: f32[4]) -> f32[4] {{
+  ROOT %a = f32[4]{{0}} all-reduce(%p), channel_id=1, to_apply=%add
+}}
+
+%more (p: f32[4]) -> f32[4] {{
+  ROOT %a = f32[8]{{0}} all-gather(%p), channel_id=2
+}}
+
+ENTRY %main (p: f32[4]) -> f32[4] {{
+  ROOT %c = f32[8]{{0}} conditional(s32[] %i, f32[4] %p, f32[4] %p), {branches}
+}}
+"""
+    assert traffic(text).bytes == {"all-gather": 32}
+
+
 def test_text_without_a_program_is_refused():
     with pytest.raises(ValueError, match="no ENTRY"):
         traffic("nothing")
