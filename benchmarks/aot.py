@@ -2,7 +2,7 @@
 
     python -m benchmarks.aot [--models NAME,...] [--slices NAME,...] [--programs NAME,...]
 
-Writes docs/results/aot.json and aot.md: per program and slice the bytes of one device (arguments,
+Writes docs/results/aot.json and aot.md, in which rows that are not asked for stay: per program and slice the bytes of one device (arguments,
 temporaries, peak), FLOPs, what devices exchange, and the roofline time. A program that does not
 fit a device's memory is shown so, and the command ends with status 1. Needs libtpu beside kvjax
 (`pip install libtpu` is enough on a CPU; `JAX_PLATFORMS=cpu`).
@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.metadata
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ import kvjax
 from benchmarks.flops import flops
 from benchmarks.hlo import traffic
 from benchmarks.serving import trace_decode, trace_prefill
+from benchmarks.vs_kvpress import commit
 from kernels_pallas import dispatch
 from kvjax.models.config import ModelConfig, RopeConfig
 from kvjax.models.sharding import MESH_AXES
@@ -85,7 +87,8 @@ _TRAINED: dict[str, dict[str, Any]] = {
     "eraser": {"kind": "eraser"},
 }
 _TRAIN = {"length": 4096, "batch": 16}
-_PROMPT, _BUDGET, _ROOM = 32768, 1024, 128
+_BUDGET, _ROOM = 1024, 128
+_COMMIT = commit()  # before results are written
 
 
 def _mesh(part: Slice, **sizes: int) -> Mesh:
@@ -109,31 +112,42 @@ def _training(name: str, model: ModelConfig, part: Slice) -> jax.stages.Traced:
     return trace_step(config, model_shapes(model, mesh), mesh)
 
 
-def _serving(name: str, model: ModelConfig, part: Slice) -> jax.stages.Traced:
-    """Prompts of 32K tokens cut to 1024 entries, or one token for each of 64 such caches."""
-    mesh = _mesh(part, data=4, tensor=4)
-    trace, rows = (trace_prefill, 4) if name == "prefill" else (trace_decode, 64)
-    return trace(
-        model_shapes(model, mesh),
-        mesh,
-        kvjax.policy("snapkv"),
-        rows=rows,
-        prompt=_PROMPT,
-        capacity=_BUDGET + _ROOM,
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Serving:
+    """Prompts cut to a budget of 1024 entries per head, or one token for rows with such caches."""
+
+    mesh: dict[str, int]
+    rows: int
+    prompt: int = 32 * 1024
+    decodes: bool = False
+    policy: kvjax.Policy = kvjax.policy("snapkv")
+
+    def trace(self, model: ModelConfig, part: Slice) -> jax.stages.Traced:
+        """The program for one slice."""
+        mesh = _mesh(part, **self.mesh)
+        sizes = {"rows": self.rows, "prompt": self.prompt, "capacity": _BUDGET + _ROOM}
+        trace = trace_decode if self.decodes else trace_prefill
+        return trace(model_shapes(model, mesh), mesh, self.policy, **sizes)
 
 
-PROGRAMS: dict[str, Callable[[str, ModelConfig, Slice], jax.stages.Traced]] = {
-    **dict.fromkeys(_TRAINED, _training),
-    "prefill": _serving,
-    "decode": _serving,
+_CHUNKED = kvjax.policy("snapkv", prefill="chunked", chunk=2048)
+_SERVED = {
+    "prefill": Serving(mesh={"data": 4, "tensor": 4}, rows=4),
+    "decode": Serving(mesh={"data": 4, "tensor": 4}, rows=64, decodes=True),
+    "prefill-128k": Serving(mesh={"sequence": 4, "tensor": 4}, rows=1, prompt=128 * 1024),
+    "chunked-1m": Serving(
+        mesh={"data": 2, "tensor": 8}, rows=2, prompt=1024 * 1024, policy=_CHUNKED
+    ),
 }
+PROGRAMS = (*_TRAINED, *_SERVED)
 
 
 def _traced(program: str, model: str, part: Slice, *, kernels: str) -> jax.stages.Traced:
     os.environ[dispatch.VARIABLE] = kernels
     jax.clear_caches()  # which implementation runs is chosen while tracing
-    return PROGRAMS[program](program, MODELS[model], part)
+    if program in _TRAINED:
+        return _training(program, MODELS[model], part)
+    return _SERVED[program].trace(MODELS[model], part)
 
 
 def measured(program: str, model: str, name: str) -> dict[str, Any]:
@@ -175,6 +189,9 @@ def measured(program: str, model: str, name: str) -> dict[str, Any]:
         "roofline_seconds": max(times.values()),
         "bound_by": max(times, key=lambda kind: times[kind]),
         "compile_seconds": time.perf_counter() - start,
+        "commit": _COMMIT,
+        "jax": jax.__version__,
+        "libtpu": importlib.metadata.version("libtpu"),
     }
 
 
@@ -198,7 +215,13 @@ def _cells(args: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
 
 def page(rows: list[dict[str, Any]]) -> str:
     """The table as markdown."""
+    facts = {f"{row['commit']}, jax {row['jax']}, libtpu {row['libtpu']}" for row in rows}
     lines = [
+        "# 8B models on TPU slices of 16 chips, compiled without them",
+        "",
+        f"`python -m benchmarks.aot`; commit {'; '.join(sorted(facts))}. What the columns and the "
+        "programs are: [what it costs on a pod](../scaling.md).",
+        "",
         "| model | slice | program | arguments | temporaries | peak | fits | TFLOP | exchanged | "
         "roofline | bound by |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
@@ -220,15 +243,27 @@ def main() -> int:
         parser.add_argument(f"--{name}", metavar="NAME,...")
     parser.add_argument("--out", metavar="DIR", default="docs/results")
     args = parser.parse_args()
-    rows = []
-    for cell in _cells(args):
-        rows.append(measured(*cell))
-        print(page(rows[-1:]).splitlines()[-1], flush=True)
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "aot.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    (out / "aot.md").write_text(page(rows), encoding="utf-8")
-    return 0 if all(row["fits"] for row in rows) else 1
+    written = out / "aot.json"
+    known = json.loads(written.read_text(encoding="utf-8")) if written.exists() else []
+    rows = {(row["program"], row["model"], row["slice"]): row for row in known}
+    cells = list(_cells(args))
+    for cell in cells:
+        rows[cell] = measured(*cell)
+        in_order = sorted(rows.values(), key=_place)
+        written.write_text(json.dumps(in_order, indent=1) + "\n", encoding="utf-8")
+        (out / "aot.md").write_text(page(in_order), encoding="utf-8")
+        print(page([rows[cell]]).splitlines()[-1], flush=True)
+    return 0 if all(rows[cell]["fits"] for cell in cells) else 1
+
+
+def _place(row: dict[str, Any]) -> tuple[int, ...]:
+    return (
+        list(MODELS).index(row["model"]),
+        list(SLICES).index(row["slice"]),
+        PROGRAMS.index(row["program"]),
+    )
 
 
 if __name__ == "__main__":

@@ -48,8 +48,11 @@ def trace_decode(
 
 
 def _prefill(policy: Policy, capacity: int) -> Any:
+    chunked = policy.schedule.prefill == "chunked"
+    run = decoding.prefill_chunked if chunked else decoding.prefill
+
     def prefill(model: Any, tokens: Any, lengths: Any, budget: Any) -> Any:
-        return decoding.prefill(model, tokens, lengths, budget, policy=policy, capacity=capacity)
+        return run(model, tokens, lengths, budget, policy=policy, capacity=capacity)
 
     return prefill
 

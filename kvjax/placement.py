@@ -7,6 +7,7 @@ more.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 from jax import lax
