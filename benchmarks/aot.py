@@ -2,10 +2,10 @@
 
     python -m benchmarks.aot [--models NAME,...] [--slices NAME,...] [--programs NAME,...]
 
-Writes docs/results/aot.json and aot.md, in which rows that are not asked for stay: per program and slice the bytes of one device (arguments,
-temporaries, peak), FLOPs, what devices exchange, and the roofline time. A program that does not
-fit a device's memory is shown so, and the command ends with status 1. Needs libtpu beside kvjax
-(`pip install libtpu` is enough on a CPU; `JAX_PLATFORMS=cpu`).
+Writes docs/results/aot.json and aot.md, in which rows that are not asked for stay: per program and
+slice the bytes of one device (arguments, temporaries, peak), FLOPs, what devices exchange, and the
+roofline time. A program that does not fit a device's memory is shown so, and the command ends with
+status 1. Needs libtpu beside kvjax (`pip install libtpu` is enough on a CPU; `JAX_PLATFORMS=cpu`).
 
 Compiled are the programs with their TPU kernels. FLOPs are counted in the program without them, as
 traced, so that loops count as often as they run; a loop whose count is data (blocks of attention
