@@ -57,15 +57,18 @@ def on(mesh: str, model: kvjax.Decoder) -> kvjax.Decoder:
 
 
 def difference(one: Any, two: Any) -> dict[str, Any]:
-    """Whether the same positions are kept, and the largest gap of anything else, to 1 or itself."""
+    """Whether the same positions are kept, and the largest gaps of entries and of policy state."""
     (logits, cache), (other, again) = one, two
-    pairs = zip(jax.tree.leaves((logits, cache)), jax.tree.leaves((other, again)), strict=True)
-    gaps = [
-        np.max(np.abs(np.float64(a) - np.float64(b)) / np.maximum(np.abs(np.float64(a)), 1))
-        for a, b in pairs
-    ]
-    same = np.array_equal(cache.positions, again.positions)
-    return {"same positions": same, "gap": float(max(gaps))}
+
+    def gap(first: Any, second: Any) -> float:
+        pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+        return max((float(np.max(np.abs(np.float64(a) - b))) for a, b in pairs), default=0.0)
+
+    return {
+        "same positions": np.array_equal(cache.positions, again.positions),
+        "gap": gap((logits, cache.keys, cache.values), (other, again.keys, again.values)),
+        "state": gap(cache.policy_state, again.policy_state),
+    }
 
 
 def parts(array: jax.Array) -> list[int]:

@@ -44,6 +44,7 @@ def test_prefill_over_a_mesh_equals_prefill_on_one_device(found, case):
     compared = found["compared"][case]
     assert compared["same positions"]
     assert compared["gap"] < 1e-5
+    assert compared["state"] < 1e-4  # log retention goes up to 26 here
 
 
 @pytest.mark.slow
@@ -75,8 +76,8 @@ def test_devices_gather_keys_and_values_and_nothing_else_that_grows_with_the_wid
     entries = layers * PROMPT * 2 * LONG.num_kv_heads * size * FLOAT
     selection = layers * PROMPT * LONG.num_kv_heads * 3 * FLOAT  # running counts of what is kept
     assert entries <= exchanged["all-gather"] <= entries + selection
-    # The queries out and what they found back, of an eighth of the tokens, with a log-sum-exp.
-    dealt = layers * (PROMPT // 8) * heads * (2 * size + 1) * FLOAT
+    # The queries out and what they found back, of an eighth of the tokens.
+    dealt = layers * (PROMPT // 8) * heads * 2 * size * FLOAT
     assert dealt <= exchanged["collective-permute"] <= 1.1 * dealt
     # Scores, counts and the kept entries: far from one hidden state of the prompt.
     assert exchanged["all-reduce"] < PROMPT // 8 * LONG.hidden_size * FLOAT
