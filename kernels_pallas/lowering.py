@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import re
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
+
+import jax.extend
 
 from kernels_pallas import dispatch
 
@@ -45,3 +48,17 @@ def gpu_interpret() -> Any:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     return plgpu.InterpretGPUParams(**_settings.get())
+
+
+def decline_wrong_masks() -> None:
+    """Declines for GPU kernels with causal masks where CUDA compiles such masks wrongly.
+
+    That is from CUDA 12.8 until before 12.9.1; JAX's own attention kernel refuses there too.
+    """
+    found = re.search(r"cuda (\d+)", jax.extend.backend.get_backend().platform_version)
+    version = int(found[1]) if found else 0
+    if 12080 <= version < 12091:
+        raise NotImplementedError(
+            f"CUDA {version // 1000}.{version % 1000 // 10}.{version % 10} compiles causal masks "
+            "wrongly: allowed are versions before 12.8 and from 12.9.1"
+        )

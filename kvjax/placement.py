@@ -36,6 +36,12 @@ def spread(x: Float[Array, "B T E"], mesh: AbstractMesh | None) -> Float[Array, 
     return x if mesh is None else _placed(x, ("batch", "tokens", None), mesh)
 
 
+def fetched_head(model: Decoder, mesh: AbstractMesh | None) -> Array:
+    """The output weights in one piece along E, for loops that would fetch them in each round."""
+    axes = (None, "vocab") if model.lm_head is not None else ("vocab", None)
+    return model.head if mesh is None else _placed(model.head, axes, mesh)
+
+
 def settled(cache: Cache, mesh: AbstractMesh | None) -> Cache:
     """The cache with its rows over data and its heads over tensor, whole on every other axis."""
     if mesh is None:

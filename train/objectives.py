@@ -58,13 +58,14 @@ def token_losses(
     teacher = None if teacher is None else split(lax.stop_gradient(teacher))
 
     zero = jnp.zeros((), jnp.float32)
+    head = placement.fetched_head(model, mesh)
 
     def counted_part(x: Array, reference: Array | None, targets: Array, weight: Array) -> Any:
-        log_p = jax.nn.log_softmax(model.logits(x), axis=-1)
+        log_p = jax.nn.log_softmax(model.logits(x, head), axis=-1)
         chosen = jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
         divergence = jnp.zeros((), jnp.float32)
         if reference is not None:
-            log_q = jax.nn.log_softmax(model.logits(reference), axis=-1)
+            log_q = jax.nn.log_softmax(model.logits(reference, head), axis=-1)
             apart = jnp.sum(jnp.exp(log_q) * (log_q - log_p), axis=-1)
             divergence = jnp.sum(apart * weight)
         return -jnp.sum(chosen * weight), divergence

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas.attention.blocks import pad_to
 from kernels_pallas.attention.mask import NO_WINDOW
 from kernels_pallas.column_attention.reference import Statistic
-from kernels_pallas.lowering import gpu_interpret
+from kernels_pallas.lowering import decline_wrong_masks, gpu_interpret
 from kernels_pallas.partition import partitioned
 from kernels_pallas.window_scores.pallas_mosaic_gpu_sweeps import product, swizzled
 
@@ -45,6 +45,7 @@ def column_attention(
     statistic: Statistic = "sum",
 ) -> Float[Array, "B H S"]:
     """As the reference."""
+    decline_wrong_masks()
     batch, heads, count, size = queries.shape
     kv_heads, slots = keys.shape[1:3]
     if statistic not in ("sum", "max"):

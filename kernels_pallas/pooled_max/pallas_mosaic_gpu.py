@@ -42,6 +42,7 @@ def pooled_max(
     rule: Rule, tensors: Tensors, asking: Tokens, held: Tokens, *, splits: int | None = None
 ) -> tuple[Float[Array, "B S"], Int[Array, "B S"]]:
     """As the reference, for float32 and bfloat16."""
+    lowering.decline_wrong_masks()
     dtype = tensors.keys.dtype
     if dtype not in (jnp.float32, jnp.bfloat16):
         raise NotImplementedError(f"keys are {dtype}: served are float32 and bfloat16")

@@ -92,6 +92,7 @@ def _padded(
             f"queries are {queries.dtype}: tensor cores read values, which are not transposed, "
             "only as bfloat16 or float16"
         )
+    lowering.decline_wrong_masks()
     if queries.shape[3] > 128:
         raise NotImplementedError(
             f"head size {queries.shape[3]}: registers allow for head sizes up to 128"

@@ -164,15 +164,23 @@ class Decoder(nnx.Module):
         with jax.named_scope("embed"):
             return jnp.take(self.embedding[...], tokens, axis=0)
 
-    def logits(self, x: Float[Array, "*n E"]) -> Float32[Array, "*n V"]:
-        """Final norm and head, accumulated and returned in float32."""
+    @property
+    def head(self) -> Array:
+        """The output weights: [V, E] where they are the embedding, else [E, V]."""
+        weights: Array = (self.embedding if self.lm_head is None else self.lm_head)[...]
+        return weights
+
+    def logits(self, x: Float[Array, "*n E"], head: Array | None = None) -> Float32[Array, "*n V"]:
+        """Final norm and head, accumulated and returned in float32.
+
+        `head` is `self.head`, or the same weights lying elsewhere on a mesh.
+        """
         with jax.named_scope("logits"):
             x = rms_norm(x, self.norm[...], self.config.norm_eps)
-            head = self.embedding if self.lm_head is None else self.lm_head
             contracted = 1 if self.lm_head is None else 0
             return jax.lax.dot_general(
                 x,
-                head[...],
+                self.head if head is None else head,
                 (((x.ndim - 1,), (contracted,)), ((), ())),
                 preferred_element_type=jnp.float32,
             )
