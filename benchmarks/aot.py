@@ -220,8 +220,8 @@ def page(rows: list[dict[str, Any]]) -> str:
         "# 8B models on TPU slices of 16 chips, compiled without them",
         "",
         f"`python -m benchmarks.aot`; commit {'; '.join(sorted(facts))}. What the columns and the "
-        "programs are: [what it costs on a pod](../scaling.md). Rows that are missing have not been "
-        "compiled yet.",
+        "programs are: [what it costs on a pod](../scaling.md). Rows that are missing have not "
+        "been compiled yet.",
         "",
         "| model | slice | program | arguments | temporaries | peak | fits | TFLOP | exchanged | "
         "roofline | bound by |",
