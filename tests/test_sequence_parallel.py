@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -14,25 +10,16 @@ from jax.sharding import AbstractMesh, AxisType
 
 from kvjax import sequence_parallel
 from kvjax.models.sharding import MESH_AXES
+from tests.program import output_of
 from tests.sharded_prefill import LONG, PROMPT
 
-ROOT = Path(__file__).parents[1]
 FLOAT = 4  # bytes
 
 
 @pytest.fixture(scope="module")
 def found():
     """What the program with eight devices prints."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.sharded_prefill"],
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(output_of("tests.sharded_prefill"))
 
 
 @pytest.mark.slow

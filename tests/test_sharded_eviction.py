@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.program import output_of
 from tests.sharded_eviction import ALLOCATORS, B, K, L
 
 
 @pytest.fixture(scope="module")
 def found():
     """What the program with eight devices prints."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.sharded_eviction"],
-        cwd=Path(__file__).parents[1],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(output_of("tests.sharded_eviction"))
 
 
 @pytest.mark.parametrize("name", ALLOCATORS)

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas import partition
-
-SCRIPT = Path(__file__).with_name("over_devices.py")
+from tests.program import output_of
 
 
 def test_parts_of_eight_devices_are_the_whole():
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels_pallas.over_devices"],
-        cwd=SCRIPT.parents[2],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    output_of("tests.kernels_pallas.over_devices")
 
 
 def test_a_program_of_one_device_is_not_split():
