@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 from jaxtyping import Array, Float
 
+from kernels_pallas import partition
 from kvjax.cache import Cache
 from kvjax.models.decoder import Decoder
 from kvjax.models.sharding import ShardingRules
@@ -24,11 +24,7 @@ RULES = ShardingRules()
 
 def mesh_of(model: Decoder) -> AbstractMesh | None:
     """The mesh of several devices that the model's weights lie on, placed by the compiler."""
-    mesh = jax.typeof(model.embedding.get_value()).sharding.mesh
-    if mesh.empty or mesh.size == 1:
-        return None
-    automatic = all(kind == AxisType.Auto for kind in mesh.axis_types)
-    return mesh if automatic else None
+    return partition.mesh_of(model.embedding.get_value())
 
 
 def spread(x: Float[Array, "B T E"], mesh: AbstractMesh | None) -> Float[Array, "B T E"]:

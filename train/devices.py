@@ -12,8 +12,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kvjax.models.sharding import MESH_AXES, ShardingRules, make_mesh
 
-_ROWS = (("data", "fsdp"), "sequence")  # mesh axes over which rows and their tokens lie
-
 
 def mesh_of(sizes: Mapping[str, int], batch: int, length: int) -> Mesh | None:
     """The mesh of a config; None for one device and no wish.
@@ -73,7 +71,7 @@ def place_batch(
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Of the arrays [B, T] of a batch."""
-    return NamedSharding(mesh, PartitionSpec(*_ROWS))
+    return NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "sequence"))
 
 
 def state_shardings(state: Any, axes: Any, mesh: Mesh) -> Any:
