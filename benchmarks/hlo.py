@@ -17,10 +17,14 @@ _BYTES = {
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][a-z0-9\-]*)\(")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\(")
 _ARRAY = re.compile(r"\b([a-z]+[0-9a-z]*)\[([0-9,]*)\]")
 _CALLEES = re.compile(r"\b(?:body|to_apply|calls|condition)=([^,\s]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}|\b(?:true|false)_computation=([^,\s]+)")
+_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
+_CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
+_BODY = re.compile(r"\bbody=%?([\w.\-]+)")
+_OPERANDS = re.compile(r" while\(([^)]*)\)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
@@ -38,44 +42,170 @@ class Traffic:
 
 
 def traffic(text: str) -> Traffic:
-    """Reads the text of a compiled program (`compiled.as_text()`)."""
-    bodies, entry = _computations(text)
-    known: dict[str, Traffic] = {}
+    """Reads the text of a compiled program (`compiled.as_text()`).
 
-    def of(name: str) -> Traffic:
-        if name not in known:
-            known[name] = total(bodies.get(name, []))
-        return known[name]
+    A TPU's compiler writes a collective that overlaps with other work several times, into the
+    fusions that start, carry on and end it, all on one channel: these count once.
+    """
+    program = _Program(text)
+    found, unknown = program.of(program.entry)
+    count: Counter[str] = Counter()
+    size: Counter[str] = Counter()
+    channels: dict[str, _Exchanged] = {}
+    for exchanged in found.values():
+        before = channels.get(exchanged.channel)
+        if before is None or exchanged.times * exchanged.bytes > before.times * before.bytes:
+            channels[exchanged.channel] = exchanged
+    for exchanged in channels.values():
+        count[exchanged.kind] += exchanged.times
+        size[exchanged.kind] += exchanged.times * exchanged.bytes
+    return Traffic(count, size, unknown)
 
-    def total(lines: list[str]) -> Traffic:
-        count: Counter[str] = Counter()
-        size: Counter[str] = Counter()
+
+@dataclasses.dataclass(frozen=True)
+class _Exchanged:
+    """What one instruction exchanges."""
+
+    kind: str
+    channel: str
+    bytes: int  # each time
+    times: int
+
+
+class _Program:
+    """A program's computations, and what each of them exchanges by instruction."""
+
+    def __init__(self, text: str):
+        self.bodies, self.entry = _computations(text)
+        self._known: dict[str, tuple[dict[str, _Exchanged], int]] = {}
+
+    def of(self, name: str) -> tuple[dict[str, _Exchanged], int]:
+        """What a run of the computation exchanges, and how many loops of unknown length do."""
+        if name not in self._known:
+            self._known[name] = self._total(name)
+        return self._known[name]
+
+    def _total(self, name: str) -> tuple[dict[str, _Exchanged], int]:
+        found: dict[str, _Exchanged] = {}
         unknown = 0
-        for line in lines:
+        for line in self.bodies.get(name, []):
             match = _INSTRUCTION.match(line)
             if match is None:
                 continue
-            shape, opcode = match.groups()
+            label, shape, opcode = match.groups()
             kind = opcode.removesuffix("-start")
             if kind in COLLECTIVES:
-                count[kind] += 1
-                size[kind] += _result_bytes(shape, opcode.endswith("-start"))
+                channel = _CHANNEL.search(line)
+                own = _Exchanged(
+                    kind=kind,
+                    channel=channel[1] if channel else label,
+                    bytes=_result_bytes(shape, opcode),
+                    times=1,
+                )
+                _add(found, {f"{name}/{label}": own})
                 continue
-            trips = _TRIPS.search(line)
-            called = [of(callee.lstrip("%")) for callee in _CALLEES.findall(line)]
+            called = [self.of(callee.lstrip("%")) for callee in _CALLEES.findall(line)]
             if branches := _branches(line):
-                called.append(max(map(of, branches), key=lambda branch: branch.total_bytes))
-            for inner in called:
-                times = int(trips[1]) if trips and opcode == "while" else 1
-                unknown += inner.unknown_loops
-                if opcode == "while" and trips is None and inner.count:
-                    unknown += 1
-                for name in inner.count:
-                    count[name] += times * inner.count[name]
-                    size[name] += times * inner.bytes[name]
-        return Traffic(count, size, unknown)
+                called.append(max(map(self.of, branches), key=lambda branch: _bytes(branch[0])))
+            trips = self._trips(name, line) if opcode == "while" else 1
+            for inner, loops in called:
+                unknown += loops + (trips is None and bool(inner))
+                _add(found, inner, 1 if trips is None else trips)
+        return found, unknown
 
-    return of(entry)
+    def _trips(self, name: str, line: str) -> int | None:
+        """How often a loop runs: as the compiler says, or as its counter and condition do."""
+        if known := _TRIPS.search(line):
+            return int(known[1])
+        condition, body = _CONDITION.search(line), _BODY.search(line)
+        given = _OPERANDS.search(line)
+        if condition is None or body is None or given is None:
+            return None
+        test = self._root(condition[1])
+        if test is None or "direction=LT" not in test:
+            return None
+        left, right = _operands(test)
+        end, counter = self._constant(condition[1], right), self._index(condition[1], left)
+        if end is None or counter is None:
+            return None
+        start = self._element(name, given[1].split(",")[0].strip(), counter)
+        step = self._step(body[1], counter)
+        if start is None or step is None or step < 1:
+            return None
+        return max(0, -(-(end - start) // step))
+
+    def _line(self, name: str, label: str) -> str | None:
+        label = label.strip().split(" ")[-1].lstrip("%")
+        start = re.compile(rf"^\s+(?:ROOT )?%?{re.escape(label)} = ")
+        return next((line for line in self.bodies.get(name, []) if start.match(line)), None)
+
+    def _root(self, name: str) -> str | None:
+        return next((line for line in self.bodies.get(name, []) if "ROOT " in line), None)
+
+    def _constant(self, name: str, label: str) -> int | None:
+        """The integer an instruction is, looked for behind copies."""
+        line = self._line(name, label)
+        while line is not None and (match := _INSTRUCTION.match(line)):
+            if match[3] == "constant":
+                value = re.search(r" constant\((-?\d+)\)", line)
+                return int(value[1]) if value else None
+            if match[3] not in ("copy", "bitcast"):
+                return None
+            line = self._line(name, _operands(line)[0])
+        return None
+
+    def _index(self, name: str, label: str) -> int | None:
+        """Which element of a computation's argument an instruction is, looked for behind copies."""
+        line = self._line(name, label)
+        while line is not None and (match := _INSTRUCTION.match(line)):
+            if match[3] == "get-tuple-element":
+                index = re.search(r"index=(\d+)", line)
+                return int(index[1]) if index else None
+            if match[3] not in ("copy", "bitcast"):
+                return None
+            line = self._line(name, _operands(line)[0])
+        return None
+
+    def _element(self, name: str, label: str, index: int) -> int | None:
+        """The integer that is an element of a tuple."""
+        line = self._line(name, label)
+        if line is None or " tuple(" not in line:
+            return None
+        parts = _operands(line)
+        return self._constant(name, parts[index]) if index < len(parts) else None
+
+    def _step(self, body: str, counter: int) -> int | None:
+        """What a loop's body adds to its counter."""
+        root = self._root(body)
+        if root is None or " tuple(" not in root:
+            return None
+        line = self._line(body, _operands(root)[counter])
+        while line is not None and " copy(" in line:
+            line = self._line(body, _operands(line)[0])
+        if line is None or " add(" not in line:
+            return None
+        left, right = _operands(line)
+        if self._index(body, left) == counter:
+            return self._constant(body, right)
+        return self._constant(body, left) if self._index(body, right) == counter else None
+
+
+def _add(found: dict[str, _Exchanged], more: dict[str, _Exchanged], times: int = 1) -> None:
+    for label, exchanged in more.items():
+        before = found[label].times if label in found else 0
+        found[label] = dataclasses.replace(exchanged, times=before + times * exchanged.times)
+
+
+def _bytes(found: dict[str, _Exchanged]) -> int:
+    return sum(exchanged.times * exchanged.bytes for exchanged in found.values())
+
+
+def _operands(line: str) -> list[str]:
+    """The operands of an instruction, types left out."""
+    match = _INSTRUCTION.match(line)
+    assert match is not None
+    inner = line[match.end() :].partition(")")[0]
+    return [re.sub(r"/\*.*?\*/", "", part).strip() for part in inner.split(", ")]
 
 
 def _branches(line: str) -> list[str]:
@@ -101,10 +231,12 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
     return bodies, entry
 
 
-def _result_bytes(shape: str, started: bool) -> int:
+def _result_bytes(shape: str, opcode: str) -> int:
     arrays = [
         _BYTES.get(dtype, 0) * math.prod(int(n) for n in sizes.split(",") if n)
         for dtype, sizes in _ARRAY.findall(shape)
+        if sizes or not opcode.endswith("-start")  # what starts one gives counters beside
     ]
-    # What starts a collective gives its operands and its results, half and half at least.
-    return sum(arrays[len(arrays) // 2 :]) if started and len(arrays) > 1 else sum(arrays)
+    # What starts one of these gives its operands and then its results, as many of each.
+    both = opcode in ("all-gather-start", "collective-permute-start", "all-to-all-start")
+    return sum(arrays[len(arrays) // 2 :]) if both and len(arrays) > 1 else sum(arrays)

@@ -26,7 +26,7 @@ from kvjax.learned.indexer import (
     init_indexer,
 )
 from kvjax.models.decoder import Decoder
-from train.passes import Layer, frozen_pass
+from train.passes import Layer, differentiated_at_once, frozen_pass
 from train.recipe import Batch
 
 
@@ -132,13 +132,18 @@ class IndexerRecipe:
 
         def visit(layer: Layer, own: Indexer) -> tuple[Array, Array, Array]:
             teacher = teacher_importance(self.config, layer, segments, later)
-            teacher = lax.stop_gradient(teacher)
-            student = student_importance(self.config, own, layer, segments, before)
             # Sliding-window layers are never cut below their window: nothing to learn there.
             full = layer.window == NO_WINDOW
-            counted = (batch["positions"] >= self.config.sinks) & (before >= 0) & full
-            counted &= (teacher > -jnp.inf) & (student > -jnp.inf)
-            return compare(teacher, student, segments, counted)
+            wanted = (batch["positions"] >= self.config.sinks) & (before >= 0) & full
+
+            def divergence(own: Indexer) -> tuple[Array, tuple[Array, Array]]:
+                student = student_importance(self.config, own, layer, segments, before)
+                counted = wanted & (teacher > -jnp.inf) & (student > -jnp.inf)
+                divergence, overlap, documents = compare(teacher, student, segments, counted)
+                return divergence, (overlap, documents)
+
+            found, (overlap, documents) = differentiated_at_once(divergence, own)
+            return found, overlap, documents
 
         _, (divergence, overlap, documents) = frozen_pass(model, batch, visit, params)
         count = jnp.maximum(jnp.sum(documents), 1.0)

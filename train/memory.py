@@ -23,7 +23,7 @@ from kvjax.policies.base import Policy, Remainder, new_state
 from kvjax.policies.latent_memory import LatentMemory
 from kvjax.policies.registry import options
 from train.documents import one_document
-from train.passes import Layer, frozen_pass
+from train.passes import Layer, differentiated_at_once, frozen_pass
 from train.recipe import Batch
 
 
@@ -192,19 +192,23 @@ def memory_loss(
     frequencies = jnp.asarray(model.rope_frequencies[0])
 
     def visit(layer: Layer, own: Any) -> tuple[Array, Array, Array, Array]:
-        restored, weight, without = _restored(
-            config.memory, own[0], layer, own[1], positions, behind, frequencies
-        )
+        params, kept = own
         target = layer.attention.astype(jnp.float32)
 
         def apart(out: Array) -> Array:
             square = jnp.sum(jnp.square(target - out.astype(jnp.float32)), axis=(1, 3))
             return jnp.sum(jnp.where(behind, square, 0.0))
 
-        mean = jnp.sum(jnp.where(behind, jnp.mean(weight, axis=1), 0.0))
-        mean /= jnp.sum(behind).astype(jnp.float32)
-        writes = layer.window >= NO_WINDOW
-        return apart(restored), lax.stop_gradient(apart(without)), mean, writes
+        def left(params: Parameters) -> tuple[Array, tuple[Array, Array]]:
+            restored, weight, without = _restored(
+                config.memory, params, layer, kept, positions, behind, frequencies
+            )
+            mean = jnp.sum(jnp.where(behind, jnp.mean(weight, axis=1), 0.0))
+            mean /= jnp.sum(behind).astype(jnp.float32)
+            return apart(restored), (apart(without), mean)
+
+        error, (lost, mean) = differentiated_at_once(left, params)
+        return error, lost, mean, layer.window >= NO_WINDOW
 
     _, (error, lost, weight, writes) = frozen_pass(model, document, visit, (params, kept))
     counts = writes & (lost > 0)  # a sliding-window layer is never cut below its window

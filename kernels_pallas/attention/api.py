@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.attention import blockwise, library, reference
+from kernels_pallas.attention.gradient import differentiable
 from kernels_pallas.attention.mask import NO_WINDOW
 
 type Implementation = Literal["reference", "blockwise"]
@@ -58,16 +59,18 @@ def causal_attention(
     """
     if implementation is None and queries.shape[2] == 1:
         return _one_token(queries, keys, values, positions)
-    if implementation == "splash":
-        return library.splash(queries, keys, values)
-    if implementation == "cudnn":
-        return library.cudnn(queries, keys, values)
-    if implementation is None:
-        try:
-            return library.attention(queries, keys, values)
-        except NotImplementedError:
-            pass
     spread = jnp.broadcast_to(positions[:, None], keys.shape[:3])
+    kernel = {None: library.attention, "splash": library.splash, "cudnn": library.cudnn}.get(
+        implementation
+    )
+    if kernel is not None:
+        # The kernels' own gradients are those of the output alone, without the log-sum-exp.
+        forward = differentiable(lambda q, k, v, *_: kernel(q, k, v))
+        try:
+            return forward(queries, keys, values, positions, spread, jnp.int32(NO_WINDOW))
+        except NotImplementedError:
+            if implementation is not None:
+                raise
     return attention(queries, keys, values, positions, spread, implementation=implementation)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.attention.blocks import block_bounds, pad_to, visible_range
+from kernels_pallas.attention.gradient import differentiable
 from kernels_pallas.attention.mask import NO_WINDOW, visible
 
 
@@ -22,11 +25,29 @@ def attention(
     query_block: int = 256,
     key_block: int = 256,
 ) -> tuple[Float[Array, "B H Q D"], Float[Array, "B H Q"]]:
-    """As the reference. Forward only: the key loop's length is data, which reverse mode refuses.
+    """As the reference.
 
     FlashAttention's recurrence (arXiv 2205.14135) per block of queries, over the range of key
     blocks that hold a visible position: with slots in position order that is the causal half.
     """
+    forward = partial(_forward, query_block=query_block, key_block=key_block)
+    # The key loop's length is data, which reverse mode refuses.
+    return differentiable(forward)(
+        queries, keys, values, query_positions, key_positions, jnp.asarray(window, jnp.int32)
+    )
+
+
+def _forward(
+    queries: Float[Array, "B H Q D"],
+    keys: Float[Array, "B K S D"],
+    values: Float[Array, "B K S D"],
+    query_positions: Int[Array, "B Q"],
+    key_positions: Int[Array, "B K S"],
+    window: Int[Array, ""],
+    *,
+    query_block: int,
+    key_block: int,
+) -> tuple[Float[Array, "B H Q D"], Float[Array, "B H Q"]]:
     batch, heads, num_queries, size = queries.shape
     kv_heads, slots = keys.shape[1], keys.shape[2]
     group = heads // kv_heads

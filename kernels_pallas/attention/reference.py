@@ -35,8 +35,9 @@ def attention(
     ) * jnp.float32(size**-0.5)
     seen = visible(query_positions[:, None], key_positions, window)[:, :, None]
     logits = jnp.where(seen, logits.reshape(*split, slots), -jnp.inf)
-    largest = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), -1e30)
-    weights = jnp.exp(logits - jax.lax.stop_gradient(largest))
+    # Whatever is subtracted and added again: a constant, for the log-sum-exp as for the weights.
+    largest = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), -1e30))
+    weights = jnp.exp(logits - largest)
     total = jnp.sum(weights, axis=-1)
     out = jnp.einsum(
         "bkrs,bksd->bkrd",

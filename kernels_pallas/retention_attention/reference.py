@@ -61,8 +61,8 @@ def _attended(
     everyone = tokens(segments)
     seen = visible(everyone, everyone, window)[:, None, None]
     logits = jnp.where(seen, logits + bias[:, :, None], -jnp.inf)
-    largest = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), -1e30)
-    weights = jnp.exp(logits - jax.lax.stop_gradient(largest))
+    largest = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), -1e30))
+    weights = jnp.exp(logits - largest)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     share = weights / jnp.maximum(total, 1e-30)
     out = jnp.einsum("bkgij,bkjd->bkgid", share, values.astype(jnp.float32))

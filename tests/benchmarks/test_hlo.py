@@ -67,6 +67,73 @@ ENTRY %main (p: f32[4]) -> f32[4] {
     assert found.unknown_loops == 1 and found.total_bytes == 7 * 256 + 4
 
 
+def tpu_like(*, end="constant(12)", start="constant(0)", step="constant(1)"):
+    return f"""HloModule made_up
+
+%begin (p: f32[4]) -> f32[16] {{
+  ROOT %a.1 = f32[16]{{0:T(128)}} all-gather(%p), channel_id=7, dimensions={{0}}
+}}
+
+%finish (p: f32[4]) -> f32[16] {{
+  ROOT %a.2 = f32[16]{{0:T(128)}} all-gather(%p), channel_id=7, dimensions={{0}}
+}}
+
+%body (p: (f32[4], s32[])) -> (f32[4], s32[]) {{
+  %p = (f32[4]{{0}}, s32[]) parameter(0)
+  %x = f32[4]{{0}} get-tuple-element(%p), index=0
+  %i = s32[]{{:T(128)}} get-tuple-element(%p), index=1
+  %one = s32[]{{:T(128)}} {step}
+  %f = f32[16]{{0}} fusion(%x), kind=kOutput, calls=%begin
+  %g = f32[16]{{0}} fusion(%x), kind=kOutput, calls=%finish
+  %next = s32[]{{:T(128)}} add(%i, %one), metadata={{op_name="add"}}
+  ROOT %t = (f32[4]{{0}}, s32[]) tuple(%x, %next)
+}}
+
+%test (p: (f32[4], s32[])) -> pred[] {{
+  %end = s32[]{{:T(128)}} {end}
+  %p = (f32[4]{{0}}, s32[]) parameter(0)
+  %i = s32[]{{:T(128)}} get-tuple-element(%p), index=1
+  ROOT %lt = pred[]{{:T(512)}} compare(%i, %end), direction=LT, metadata={{op_name="lt"}}
+}}
+
+ENTRY %main (x: f32[4]) -> f32[4] {{
+  %x = f32[4]{{0}} parameter(0)
+  %zero = s32[]{{:T(128)}} {start}
+  %moved = s32[]{{:T(128)}} copy(%zero), backend_config={{"flag_configs":[]}}
+  %t = (f32[4]{{0}}, s32[]) tuple(%x, %moved)
+  %w = (f32[4]{{0}}, /*index=1*/s32[]) while(%t), condition=%test, body=%body
+  ROOT %r = f32[4]{{0}} get-tuple-element(%w), index=0
+}}
+"""
+
+
+def test_a_loop_without_a_count_runs_as_often_as_its_counter_says():
+    found = traffic(tpu_like())
+    assert found.unknown_loops == 0
+    assert found.count == {"all-gather": 12}, "one channel in two fusions is one collective"
+    assert found.bytes == {"all-gather": 12 * 64}
+    assert traffic(tpu_like(start="constant(3)", step="constant(2)")).count == {"all-gather": 5}
+    assert traffic(tpu_like(end="constant(0)")).count["all-gather"] == 0
+
+
+def test_what_starts_a_collective_counts_its_results_alone():
+    text = """HloModule made_up
+
+ENTRY %main (p: f32[4]) -> f32[4] {
+  %a = (f32[8]{0}, f32[8]{0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p), channel_id=1
+  %b = (f32[8]{0}, f32[2,3]{1,0}) all-reduce-start(%p, %q), channel_id=2, to_apply=%add
+  %c = f32[] all-reduce(%p), channel_id=3, to_apply=%add
+}
+"""
+    assert traffic(text).bytes == {"collective-permute": 32, "all-reduce": 32 + 24 + 4}
+
+
+@pytest.mark.parametrize("changed", ["end", "start", "step"])
+def test_a_loop_whose_length_is_data_counts_once_and_says_so(changed):
+    found = traffic(tpu_like(**{changed: "parameter(1)"}))
+    assert found.unknown_loops == 1 and found.count == {"all-gather": 1}
+
+
 @pytest.mark.parametrize(
     "branches",
     ["branch_computations={%less, %more}", "true_computation=%more, false_computation=%less"],

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels_pallas.attention import NO_WINDOW, attention, blockwise, merge, reference, visible
+from kernels_pallas.attention import (
+    NO_WINDOW,
+    attention,
+    blockwise,
+    causal_attention,
+    library,
+    merge,
+    reference,
+    visible,
+)
 from kernels_pallas.attention.blocks import block_bounds, visible_range
 from tests.kernels_pallas import definitions
 
@@ -237,3 +246,81 @@ def test_automatic_choice_agrees_on_both_sides_of_its_threshold():
 def test_unknown_implementation_is_refused_by_name():
     with pytest.raises(Exception, match="triton"):
         attention(*case(small), implementation="triton")
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+def test_gradients_equal_finite_differences_of_the_definition(implementation):
+    """Of the log-sum-exp too: parts of attention are merged by it."""
+    *tensors, asked, places = case(small, seed=7)
+    draw = np.random.default_rng(1)
+    weights = draw.standard_normal(tensors[0].shape), draw.standard_normal(tensors[0].shape[:3])
+
+    def loss(*tensors):
+        out, lse = attention(*tensors, asked, places, implementation=implementation)
+        lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
+        return jnp.sum(weights[0] * out) + jnp.sum(weights[1].astype(np.float32) * lse)
+
+    def exact(tensors):
+        out, lse, _ = definitions.attention(*tensors, np.asarray(asked), np.asarray(places))
+        return np.sum(weights[0] * out) + np.sum(weights[1] * np.where(np.isfinite(lse), lse, 0))
+
+    gradients = jax.grad(loss, argnums=(0, 1, 2))(*tensors)
+    at = [np.asarray(tensor, np.float64) for tensor in tensors]
+    for number, gradient in enumerate(gradients):
+        towards = draw.standard_normal(at[number].shape)
+        step = 1e-5
+        moved = [
+            [a + sign * step * towards if i == number else a for i, a in enumerate(at)]
+            for sign in (1, -1)
+        ]
+        wanted = (exact(moved[0]) - exact(moved[1])) / (2 * step)
+        np.testing.assert_allclose(np.sum(np.asarray(gradient) * towards), wanted, rtol=1e-4)
+
+
+@pytest.mark.parametrize("window", [NO_WINDOW, 9])
+@pytest.mark.parametrize("holes", [0.0, 0.5])
+@pytest.mark.parametrize("blocks", [(4, 8), (5, 7), (256, 256)])
+def test_gradients_in_blocks_are_the_references(blocks, holes, window):
+    """Of output and log-sum-exp together; some queries see nothing where slots are empty."""
+    *tensors, asked, places = case(small, seed=11, holes=holes)
+    weights = jax.random.normal(jax.random.key(2), (*tensors[0].shape[:3], tensors[0].shape[3] + 1))
+
+    def loss(tensors, attend):
+        out, lse = attend(*tensors, asked, places, window)
+        lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
+        return jnp.sum(weights[..., :-1] * out) + jnp.sum(weights[..., -1] * lse)
+
+    def in_blocks(*arguments):
+        return blockwise.attention(*arguments, query_block=blocks[0], key_block=blocks[1])
+
+    wanted = jax.grad(loss)(tuple(tensors), reference.attention)
+    found = jax.jit(jax.grad(lambda tensors: loss(tensors, in_blocks)))(tuple(tensors))
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+def test_a_prompts_gradients_by_a_library_kernel_are_the_references(monkeypatch):
+    """A maintained kernel gives output and log-sum-exp; the gradient is made from them."""
+    queries, keys, values, *_ = case((2, 4, 2, 24, 24, 16), seed=5)
+    index = jnp.broadcast_to(jnp.arange(24, dtype=jnp.int32), (2, 24))
+    positions = jnp.where(index < jnp.array([[24], [17]]), index, -1)
+    spread = jnp.broadcast_to(positions[:, None], keys.shape[:3])
+
+    def kernel(q, k, v):
+        found = reference.attention(q, k, v, index, jnp.broadcast_to(index[:, None], spread.shape))
+        return jax.lax.stop_gradient(found)
+
+    monkeypatch.setattr(library, "attention", kernel)
+    real = (positions >= 0)[:, None, :]
+
+    def loss(tensors, attend):
+        out, lse = attend(*tensors)
+        return jnp.sum(jnp.where(real[..., None], jnp.sin(out), 0.0)) + jnp.sum(
+            jnp.where(real, jnp.where(real, lse, 0.0) ** 2, 0.0)
+        )
+
+    tensors = (queries, keys, values)
+    found = jax.grad(loss)(tensors, lambda *a: causal_attention(*a, positions))
+    wanted = jax.grad(loss)(tensors, lambda *a: reference.attention(*a, positions, spread))
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
