@@ -69,14 +69,21 @@ class ErasingPrompt:
 
 
 def prompt_of(sample: ErasingSample, tokenizer: Tokenizer) -> ErasingPrompt:
-    """The sample as the model gets it: one user turn, and the reply begun."""
+    """The sample as the model gets it: one user turn, and the reply begun.
+
+    A space between two parts goes to the second, as tokenizers have it in front of a word.
+    """
     template = Template.of(tokenizer)
-    context, spans = list(tokenizer.encode(template.head)), []
+    context, spans, space = list(tokenizer.encode(template.head)), [], ""
     for part in sample.parts:
-        ids = tokenizer.encode(part.text)
+        text = (space + part.text).removesuffix(" ")
+        space = (space + part.text)[len(text) :]
+        ids = tokenizer.encode(text)
         if part.erased:
             spans.append((len(context), len(context) + len(ids)))
         context += ids
+    if space:
+        context += tokenizer.encode(space)
     question = template.question_text(sample.question, sample.answer_prefix)
     answer = sample.answer if question[-1].isspace() else f" {sample.answer}"
     return ErasingPrompt(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 from collections.abc import Callable
 
 from eval.erasing.contexts import Placed, context, span_text
@@ -132,11 +133,12 @@ def unrelated(make: _Maker) -> _Draft:
     )  # fmt: skip
 
 
-_ANCHOR, _ANSWER = 12, 24  # words
+_ANCHOR, _ANSWER = 12, 12  # words
+_CUT = (4, 8)  # words of a sentence before the span
 
 
 def neighbour(make: _Maker) -> _Draft:
-    """A passage from elsewhere within a text; asked is how the text goes on where it was put.
+    """A passage pasted into a sentence; asked is how the sentence goes on.
 
     Forward: the text that follows the words before the span. Every fourth sample asks backward,
     for the words that stand before those behind the span.
@@ -147,6 +149,7 @@ def neighbour(make: _Maker) -> _Draft:
     at = next(i for i, part in enumerate(parts) if part.erased)
     if not 0 < at < len(parts) - 1:
         raise ValueError(f"length={make.request.length}: too short for this suite")
+    parts = _into_a_sentence(parts, at, make.rng.randint(*_CUT))
     before, behind = parts[at - 1].text.split(), parts[at + 1].text.split()
     if min(len(before), len(behind)) < _ANCHOR + _ANSWER:
         raise ValueError(f"length={make.request.length}: too short for this suite")
@@ -158,11 +161,61 @@ def neighbour(make: _Maker) -> _Draft:
     else:
         anchor, answer = " ".join(before[-_ANCHOR:]), " ".join(behind[:_ANSWER])
         question = f'Quote the part of the text that begins with these words: "{anchor}"'
-        prefix = anchor
+        prefix = f'"{anchor}'
     clean = " ".join("".join(part.text for part in parts if not part.erased).split())
     if clean.count(anchor) != 1:
         raise ValueError(f"{make.name}: the words asked for stand there more than once")
     return _Draft(parts, question, prefix, answer, None, {"backward": backward})
+
+
+def _into_a_sentence(parts: tuple[Part, ...], at: int, words: int) -> tuple[Part, ...]:
+    """The span at `at` moved behind the next words of the text."""
+    before, span, behind = parts[at - 1 : at + 2]
+    head = re.match(rf"(?:\s*\S+\s+){{{words}}}", behind.text)
+    if head is None:
+        return parts
+    moved = Part(before.text + head[0]), span, Part(behind.text[head.end() :])
+    return (*parts[: at - 1], *moved, *parts[at + 2 :])
+
+
+def order(make: _Maker) -> _Draft:
+    """The stops of a journey, a span that puts others between them; asked is which follows one."""
+    seen = [make.rng.choice(words("noun"))]
+
+    def stops(number: int) -> list[str]:
+        found: list[str] = []
+        while len(found) < number:
+            if (name := make.rng.choice(words("noun"))) not in seen:
+                found.append(name)
+                seen.append(name)
+        return found
+
+    before, behind = stops(make.rng.randint(3, 6)), stops(make.rng.randint(3, 6))
+    between: list[str] = []
+    while True:
+        (name,) = stops(1)
+        text = "".join(f"{one}, " for one in [*between, name])
+        if make.count(text) > make.request.span_tokens:
+            break
+        between.append(name)
+    if not between:
+        raise ValueError(f"span_tokens={make.request.span_tokens}: too short for this suite")
+
+    def listed(names: list[str]) -> str:
+        return "".join(f"{one}, " for one in names)
+
+    placed = (
+        Placed(f"The stops of the line, in order: {seen[0]}, {listed(before)}", 0.5),
+        Placed(listed(between), 0.5, True),
+        Placed(f"{listed(behind)}and there it ends.", 0.5),
+    )
+    return _Draft(
+        make.context(*placed, introduction="A railway line is described within the text.\n"),
+        f"Which stop of the line comes right after {before[-1]}?",
+        f"The stops of the line around it, in order: {listed(before[-3:]).rstrip()}",
+        behind[0],
+        between[0],
+    )
 
 
 def variable(make: _Maker) -> _Draft:
@@ -337,6 +390,7 @@ _TOOLS = (
 SUITES: dict[str, Callable[[_Maker], _Draft]] = {
     "needle-conflict": needle_conflict,
     "neighbour": neighbour,
+    "order": order,
     "variable": variable,
     "chain": chain,
     "definition": definition,

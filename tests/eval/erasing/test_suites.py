@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -74,8 +75,31 @@ def test_neighbours_are_asked_for_forward_and_backward():
             assert before.endswith(made.answer) and behind.startswith(anchor)
         else:
             assert before.endswith(anchor) and behind.startswith(made.answer)
-            assert made.answer_prefix == anchor
+            assert made.answer_prefix == f'"{anchor}'
+            assert not re.search(r"[.?!]$", before), "the span stands within a sentence"
         assert made.answer not in span and anchor not in span
+
+
+def test_the_stop_asked_for_follows_the_one_before_the_span():
+    for seed in range(8):
+        made = sample("order", seed)
+        before, span, behind = (part.text for part in made.parts)
+        asked = re.search("right after (.*)\\?", made.question)[1]
+        assert before.endswith(f", {asked}, ") and behind.startswith(f"{made.answer}, ")
+        assert span.startswith(f"{made.distractor}, ")
+        assert made.answer_prefix.endswith(f", {asked},")
+
+
+def test_a_space_between_parts_is_in_front_of_the_second():
+    parts = (Part("one "), Part("two ", True), Part("three"))
+    made = dataclasses.replace(sample("order"), parts=parts)
+    prompt = prompt_of(made, TOKENIZER)
+    ((start, stop),) = prompt.spans
+    assert TOKENIZER.decode(prompt.context[start:stop]) == " two"
+    assert TOKENIZER.decode(prompt.context).endswith("one two three")
+    assert TOKENIZER.decode(prompt.clean).endswith("one three")
+    last = dataclasses.replace(sample("order"), parts=parts[:2])
+    assert TOKENIZER.decode(prompt_of(last, TOKENIZER).context).endswith("one two ")
 
 
 def test_conflicts_stand_on_both_sides_near_and_far():
