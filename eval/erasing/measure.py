@@ -58,80 +58,88 @@ def measure(
     loaded: Any,
     eraser: Any,
     configs: Mapping[str, PolicyConfig],
-    sample: ErasingSample,
+    samples: Sequence[ErasingSample],
     max_new_tokens: int,
-) -> list[Measured]:
-    """The sample under every method, after one prefill."""
+) -> list[list[Measured]]:
+    """Each sample under every method; one prefill, and one edit per method, serve them all."""
     model, tokenizer = loaded
-    prompt = prompt_of(sample, tokenizer)
-    notes = {
-        label: tuple(tokenizer.encode(_NOTE + _quoted(sample)))
-        for label, config in configs.items()
-        if config.name == "note"
-    }
-    room = len(prompt.question) + max_new_tokens + max(map(len, notes.values()), default=0)
+    prompts = [prompt_of(sample, tokenizer) for sample in samples]
+    notes = [tokenizer.encode(_NOTE + _quoted(sample)) for sample in samples]
+    noted = any(config.name == "note" for config in configs.values())
+    questions = [prompt.question for prompt in prompts]
+    room = max(map(len, questions)) + max_new_tokens + (max(map(len, notes)) if noted else 0)
     room = -(-room // 64) * 64
-    _, cache = kvjax.prefill(model, _row(prompt.context), [len(prompt.context)], room=room)
-    reply = prompt.question + prompt.answer
-    ids, size = _row(reply), jnp.asarray([len(reply)], jnp.int32)
-    asked = range(len(prompt.question) - 1, len(reply) - 1)
-    places = np.zeros(bucket_length(len(asked)), np.int32)
-    places[: len(asked)] = asked
-    found, target = [], None
+    contexts = [prompt.context for prompt in prompts]
+    ids, lengths = _rows(contexts)
+    _, cache = kvjax.prefill(model, ids, lengths, room=room)
+    replies = [prompt.question + prompt.answer for prompt in prompts]
+    asked = [range(len(q) - 1, len(reply) - 1) for q, reply in zip(questions, replies, strict=True)]
+    places, _ = _rows(asked)
+    spans = np.zeros((len(samples), max(len(prompt.spans) for prompt in prompts), 2), np.int32)
+    for row, prompt in zip(spans, prompts, strict=True):
+        row[: len(prompt.spans)] = prompt.spans
+    found: dict[str, list[Measured]] = {}
+    targets: list[np.ndarray] = []
     for label, config in sorted(configs.items(), key=lambda item: item[1].name != RECOMPUTE):
-        options = {"note": notes[label]} if label in notes else dict(config.options)
-        method: Method = erasing_method(config.name, **options)
-        edited = kvjax.erase(
-            model,
-            eraser if method.needs_eraser else None,
-            cache,
-            [prompt.context],
-            prompt.spans,
-            method=method,
-        )
-        log_p = np.asarray(_log_probabilities(model, edited, ids, size, places))[: len(asked)]
-        target = log_p if target is None else target
-        text = _answer(loaded, edited, prompt.question, max_new_tokens)
-        found.append(
+        if config.name == "note":  # `PromptNote`, each row its own
+            edited = kvjax.extend(model, cache, *_rows(notes))[1]
+        else:
+            method: Method = erasing_method(config.name, **dict(config.options))
+            used = eraser if method.needs_eraser else None
+            edited = kvjax.erase(model, used, cache, ids, spans, method=method)
+        read = np.asarray(_log_probabilities(model, edited, *_rows(replies), places))
+        log_p = [row[: len(those)] for row, those in zip(read, asked, strict=True)]
+        targets = targets or log_p
+        answers = _answers(loaded, edited, questions, max_new_tokens)
+        found[label] = [
             Measured(
                 method=label,
                 exact=exact_match(sample, text),
                 distractor=distractor_hit(sample, text),
-                nll=float(-log_p[np.arange(len(asked)), prompt.answer].mean()),
-                kl=float((np.exp(target) * (target - log_p)).sum(axis=1).mean()),
+                nll=float(-mine[np.arange(len(mine)), prompt.answer].mean()),
+                kl=float((np.exp(target) * (target - mine)).sum(axis=1).mean()),
                 answer=text,
             )
-        )
-    order = list(configs)
-    return sorted(found, key=lambda one: order.index(one.method))
+            for sample, prompt, text, mine, target in zip(
+                samples, prompts, answers, log_p, targets, strict=True
+            )
+        ]
+    return [[found[label][row] for label in configs] for row in range(len(samples))]
 
 
 @jax.jit
 def _log_probabilities(
     model: Decoder,
     cache: Cache,
-    tokens: Int[Array, "1 T"],
-    lengths: Int[Array, " 1"],
-    places: Int[Array, " N"],
-) -> Float32[Array, "N V"]:
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    places: Int[Array, "B N"],
+) -> Float32[Array, "B N V"]:
     """log p of the token behind each place of a continuation."""
-    x: Float[Array, "1 T E"] = residual_stream(model, cache, tokens, lengths)
-    return jax.nn.log_softmax(model.logits(x[0, places]).astype(jnp.float32), axis=-1)
+    x: Float[Array, "B T E"] = residual_stream(model, cache, tokens, lengths)
+    x = jnp.take_along_axis(x, places[:, :, None], axis=1)
+    return jax.nn.log_softmax(model.logits(x).astype(jnp.float32), axis=-1)
 
 
-def _answer(loaded: Any, cache: Cache, question: Sequence[int], max_new_tokens: int) -> str:
-    """The greedy reply to the question."""
+def _answers(
+    loaded: Any, cache: Cache, questions: Sequence[Sequence[int]], max_new_tokens: int
+) -> list[str]:
+    """The greedy replies to the questions."""
     model, tokenizer = loaded
-    logits, cache = kvjax.extend(model, cache, _row(question), [len(question)])
+    logits, cache = kvjax.extend(model, cache, *_rows(questions))
     ends = tuple(sorted(tokenizer.end_tokens))
     out = kvjax.generate(model, cache, logits, max_new_tokens=max_new_tokens, end_tokens=ends)
-    return tokenizer.decode(out.tokens[0, : int(out.lengths[0])].tolist())
+    rows = zip(np.asarray(out.tokens), np.asarray(out.lengths), strict=True)
+    return [tokenizer.decode(tokens[:length].tolist()) for tokens, length in rows]
 
 
-def _row(ids: Sequence[int]) -> Int[np.ndarray, "1 T"]:
-    row = np.zeros((1, bucket_length(len(ids))), np.int32)
-    row[0, : len(ids)] = ids
-    return row
+def _rows(ids: Sequence[Sequence[int]]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, " B"]]:
+    """Rows padded to one bucket, and their lengths."""
+    lengths = np.asarray([len(row) for row in ids], np.int32)
+    rows = np.zeros((len(ids), bucket_length(int(lengths.max()))), np.int32)
+    for row, given in zip(rows, ids, strict=True):
+        row[: len(given)] = given
+    return rows, lengths
 
 
 def _quoted(sample: ErasingSample) -> str:

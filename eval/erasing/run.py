@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,10 @@ class ErasingResult:
     records: tuple[Measured, ...]
 
 
-def planned(config: ErasingConfig) -> Iterator[tuple[str, suites.ErasingRequest, str]]:
+type _Planned = tuple[str, suites.ErasingRequest, str]
+
+
+def planned(config: ErasingConfig) -> Iterator[_Planned]:
     """(id, request without its counter, cell) of every sample: all cells grow together."""
     inserted = haystacks.load(config.inserted)
     stacks = [haystacks.load(name) for name in config.haystacks]
@@ -63,11 +66,12 @@ def run(
     loaded: Any,
     progress: Callable[[str], None] = lambda line: None,
     overwrite: bool = False,
+    batch: int = 8,
 ) -> list[ErasingResult]:
     """What the config asks for; what the output directory has of it is not run again.
 
-    A sample that its suite cannot make of a seed (a text that says something twice) is made of
-    the next free one.
+    Up to `batch` samples of a cell are run side by side. A sample that its suite cannot make of a
+    seed (a text that says something twice) is made of the next free one.
 
     Raises:
       ValueError: a method that there is not, or results of another config in the directory.
@@ -87,18 +91,32 @@ def run(
     lines = [json.dumps(header), *(_line(result) for result in done.values())]
     write_atomically(path, "".join(f"{line}\n" for line in lines))
     plan = list(planned(config))
-    for number, (name, request, cell) in enumerate(plan, 1):
-        if name in done:
-            continue
-        sample = made(request, loaded[1])
-        records = measure.measure(loaded, eraser, configs, sample, config.max_new_tokens)
-        done[name] = ErasingResult(id=name, cell=cell, suite=request.suite, records=tuple(records))
+    for several in _batches([one for one in plan if one[0] not in done], batch):
+        samples = [made(request, loaded[1]) for _, request, _ in several]
+        # Always as many rows, so that a cell's last batch needs no other program.
+        rows = samples + [samples[0]] * (batch - len(samples))
+        found = measure.measure(loaded, eraser, configs, rows, config.max_new_tokens)
+        for (name, request, cell), records in zip(several, found, strict=False):
+            done[name] = ErasingResult(
+                id=name, cell=cell, suite=request.suite, records=tuple(records)
+            )
         with path.open("a", encoding="utf-8") as file:
-            file.write(_line(done[name]) + "\n")
+            file.write("".join(f"{_line(done[name])}\n" for name, _, _ in several))
             file.flush()
             os.fsync(file.fileno())
-        progress(f"[{number}/{len(plan)}] {name}")
+        progress(f"[{len(done)}/{len(plan)}] {several[-1][0]}")
     return [done[name] for name, _, _ in plan]
+
+
+def _batches(plan: Sequence[_Planned], size: int) -> Iterator[list[_Planned]]:
+    """Samples of one cell together; a batch is run when it is full, the rest at the end."""
+    waiting: dict[str, list[_Planned]] = {}
+    for one in plan:
+        several = waiting.setdefault(one[2], [])
+        several.append(one)
+        if len(several) == size:
+            yield waiting.pop(one[2])
+    yield from waiting.values()
 
 
 _STRIDE = 10**6  # seeds apart that stand in for one another

@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-_FOREIGN = ("haystack", "lengths", "batch", "shard")
+_FOREIGN = ("haystack", "lengths", "shard")
 _CHANGES = ("model", "output", "samples", "max_new_tokens")
 
 
@@ -50,7 +50,8 @@ def run(args: argparse.Namespace) -> int:
     loaded = kvjax.load(config.model)
     if loaded.tokenizer is None:
         raise ValueError(f"model {config.model!r} has no tokenizer: eval needs one beside it")
-    results = erasing_run.run(config, loaded, Printer(), args.overwrite)
+    size = 8 if args.batch is None else args.batch
+    results = erasing_run.run(config, loaded, Printer(), args.overwrite, size)
     page = tables.markdown(config, results, {"commit": commit() or "unknown"})
     path = Path(config.output) / "results.md"
     write_atomically(path, page)

@@ -63,7 +63,7 @@ def test_both_ends_are_what_whole_passes_give(loaded):
     (_, request, _), *_ = run.planned(config())
     sample = run.made(request, loaded[1])
     prompt = prompt_of(sample, loaded[1])
-    found = measure.measure(loaded, None, measure.labelled(config().methods), sample, 4)
+    (found,) = measure.measure(loaded, None, measure.labelled(config().methods), [sample], 4)
     assert [one.method for one in found] == ["none", "recompute", "mask", "note"]
     by_method = {one.method: one for one in found}
     answer = np.arange(len(prompt.answer))
@@ -82,14 +82,14 @@ def test_both_ends_are_what_whole_passes_give(loaded):
 
 def test_a_killed_run_goes_on_where_it_was(loaded, tmp_path):
     told = []
-    whole = run.run(config(tmp_path / "whole"), loaded, told.append)
+    whole = run.run(config(tmp_path / "whole"), loaded, told.append, batch=1)
     assert len(whole) == len(told) == 4
     assert len({one.id for one in whole}) == 4 and len({one.cell for one in whole}) == 2
     path = tmp_path / "whole" / "samples.jsonl"
     lines = path.read_text().split("\n")
     path.write_text("\n".join(lines[:3]) + "\n" + lines[3][:40])
     told.clear()
-    again = run.run(config(tmp_path / "whole"), loaded, told.append)
+    again = run.run(config(tmp_path / "whole"), loaded, told.append, batch=1)
     assert len(told) == 2 and again == whole
     page = tables.markdown(config(), again, {"commit": "abc"})
     assert page.count("n = 2; recomputation solves and no erasing fails") == 2
@@ -102,6 +102,23 @@ def test_a_killed_run_goes_on_where_it_was(loaded, tmp_path):
     with pytest.raises(ValueError, match=r"line 2 is damaged; give --overwrite"):
         run.run(config(tmp_path / "whole"), loaded)
     assert json.loads(path.read_text().split("\n")[0])["format"] == run.FORMAT
+
+
+def test_samples_side_by_side_give_what_each_gives_alone(loaded, tmp_path):
+    """Prompts, spans, notes and answers of different lengths; a last batch that is not full."""
+    given = {"samples": 3, "methods": ["mask", "note", {"local-repair": {"tokens": 8}}]}
+    for _, request, _ in run.planned(config(**given)):  # the tokenizer learns all words
+        prompt_of(run.made(request, loaded[1]), loaded[1])
+    alone = run.run(config(tmp_path / "alone", **given), loaded, batch=1)
+    told = []
+    together = run.run(config(tmp_path / "together", **given), loaded, told.append, batch=2)
+    assert len(told) == 4  # two of each suite, and one
+    for one, other in zip(alone, together, strict=True):
+        assert one.id == other.id and one.cell == other.cell
+        for left, right in zip(one.records, other.records, strict=True):
+            assert (left.method, left.answer) == (right.method, right.answer)
+            np.testing.assert_allclose(left.nll, right.nll, rtol=1e-4)
+            np.testing.assert_allclose(left.kl, right.kl, rtol=1e-3, atol=1e-6)
 
 
 def test_an_eraser_is_loaded_where_a_method_needs_one(loaded, tmp_path):
