@@ -222,7 +222,7 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
             current = head[2]
             bodies[current] = []
             entry = current if head[1] else entry
-        elif line.startswith("}"):
+        elif line.rstrip() == "}":  # a kernel's settings have lines that only begin so
             current = None
         elif current is not None:
             bodies[current].append(line)

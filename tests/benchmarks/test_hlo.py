@@ -83,6 +83,9 @@ def tpu_like(*, end="constant(12)", start="constant(0)", step="constant(1)"):
   %x = f32[4]{{0}} get-tuple-element(%p), index=0
   %i = s32[]{{:T(128)}} get-tuple-element(%p), index=1
   %one = s32[]{{:T(128)}} {step}
+  %k = f32[4]{{0}} custom-call(%x), custom_call_target="kernel", frontend_attributes={{settings={{
+"block": "{{\\"q\\": 128}}"
+}}}}, metadata={{op_name="kernel"}}
   %f = f32[16]{{0}} fusion(%x), kind=kOutput, calls=%begin
   %g = f32[16]{{0}} fusion(%x), kind=kOutput, calls=%finish
   %next = s32[]{{:T(128)}} add(%i, %one), metadata={{op_name="add"}}
