@@ -27,7 +27,9 @@ from kvjax.learned.eraser import (
     PROJECTIONS,
     Eraser,
     EraserConfig,
+    Stored,
     init_eraser,
+    read_adapters,
     save_eraser,
 )
 from kvjax.likelihood import residual_stream
@@ -57,6 +59,7 @@ class EraserTraining:
     reply: int = 128  # tokens of question and answer that are read; labels behind do not count
     vocabulary_block: int = 128
     start: str | None = None  # directory of an exported eraser to go on from
+    stored: Stored = "float32"  # the exported file's dtype
 
     def __post_init__(self) -> None:
         if self.name != MODULE:
@@ -66,6 +69,8 @@ class EraserTraining:
                 raise ValueError(f"module.{name}={weight}: allowed: numbers >= 0")
         if self.ce == self.kl == 0:
             raise ValueError("module.ce and module.kl are both 0: one has to count")
+        if self.stored not in ("float32", "float16"):
+            raise ValueError(f"module.stored={self.stored!r}: allowed: float32, float16")
         for name in ("reply", "vocabulary_block"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"module.{name}={value}: allowed: integers >= 1")
@@ -145,12 +150,16 @@ class EraserRecipe:
     def export(
         self, params: Params, model: Decoder, directory: Path, training: Mapping[str, Any]
     ) -> None:
+        if self.config.start is not None:  # the stage before is part of where this comes from
+            before = dict(modules.read_card(self.config.start).training)
+            training = {**training, "before": before}
         save_eraser(
             directory,
             Eraser(config=self.config.eraser, arrays=dict(params)),
             model,
             backbone=str(training.get("model", "")),
             training=training,
+            stored=self.config.stored,
         )
 
 
@@ -160,7 +169,7 @@ def _trained(config: EraserTraining, fresh: Params) -> Params:
     card = modules.read_card(config.start)
     if card.kind != KIND:
         raise ValueError(f"module.start={config.start!r}: holds a {card.kind}; needed is a {KIND}")
-    found = modules.read_arrays(config.start)
+    found = read_adapters(config.start)
     shapes = {name: array.shape for name, array in found.items()}
     if shapes != {name: array.shape for name, array in fresh.items()}:
         raise ValueError(f"module.start={config.start!r}: of another rank or backbone, {shapes}")

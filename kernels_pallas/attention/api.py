@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, cast
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -60,18 +60,19 @@ def causal_attention(
     if implementation is None and queries.shape[2] == 1:
         return _one_token(queries, keys, values, positions)
     spread = jnp.broadcast_to(positions[:, None], keys.shape[:3])
-    kernel = {None: library.attention, "splash": library.splash, "cudnn": library.cudnn}.get(
-        implementation
-    )
-    if kernel is not None:
-        # The kernels' own gradients are those of the output alone, without the log-sum-exp.
-        forward = differentiable(lambda q, k, v, *_: kernel(q, k, v))
-        try:
-            return forward(queries, keys, values, positions, spread, jnp.int32(NO_WINDOW))
-        except NotImplementedError:
-            if implementation is not None:
-                raise
-    return attention(queries, keys, values, positions, spread, implementation=implementation)
+    kernels = {None: library.attention, "splash": library.splash, "cudnn": library.cudnn}
+    if implementation not in kernels:
+        plain = cast(Implementation, implementation)
+        return attention(queries, keys, values, positions, spread, implementation=plain)
+    kernel = kernels[implementation]
+    # The kernels' own gradients are those of the output alone, without the log-sum-exp.
+    forward = differentiable(lambda q, k, v, *_: kernel(q, k, v))
+    try:
+        return forward(queries, keys, values, positions, spread, jnp.int32(NO_WINDOW))
+    except NotImplementedError:
+        if implementation is not None:
+            raise
+    return attention(queries, keys, values, positions, spread)
 
 
 def _one_token(

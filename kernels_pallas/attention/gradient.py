@@ -13,15 +13,16 @@ from kernels_pallas.attention.blocks import block_bounds, pad_to, visible_range
 from kernels_pallas.attention.mask import visible
 
 type Found = tuple[Float[Array, "B H Q D"], Float[Array, "B H Q"]]
-type Arguments = tuple[Array, Array, Array, Array, Array, Array]
-"""Queries, keys, values, positions of queries and of keys, and the window, as for `attention`."""
 
 
 def differentiable(forward: Callable[..., Found]) -> Callable[..., Found]:
-    """Gives a function of `Arguments` its gradient, from its output and log-sum-exp alone."""
+    """Gives a function its gradient, made from its output and log-sum-exp.
+
+    It takes what `attention` does, the window as an array, all by position.
+    """
     function = jax.custom_vjp(forward)
 
-    def kept(*arguments: Array) -> tuple[Found, tuple[Arguments, Found]]:
+    def kept(*arguments: Array) -> tuple[Found, tuple[tuple[Array, ...], Found]]:
         found = forward(*arguments)
         return found, (arguments, found)
 
@@ -30,10 +31,11 @@ def differentiable(forward: Callable[..., Found]) -> Callable[..., Found]:
 
 
 def _backward(
-    kept: tuple[Arguments, Found], cotangents: Found
+    kept: tuple[tuple[Array, ...], Found], cotangents: Found
 ) -> tuple[Array, Array, Array, None, None, None]:
-    arguments, found = kept
-    return (*backward(*arguments, *found, *cotangents), None, None, None)
+    (queries, keys, values, asked, places, window), (out, lse) = kept
+    into = backward(queries, keys, values, asked, places, window, out, lse, *cotangents)
+    return (*into, None, None, None)
 
 
 def backward(

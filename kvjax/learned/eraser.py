@@ -6,10 +6,11 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from kvjax.learned import modules
@@ -19,6 +20,7 @@ from kvjax.models.layout import layout
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 KIND, MODULE = "eraser", "kveraser"
+type Stored = Literal["float32", "float16"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,8 +127,12 @@ def save_eraser(
     backbone: str,
     training: Mapping[str, Any] | None = None,
     scores: Mapping[str, Any] | None = None,
+    stored: Stored = "float32",
 ) -> None:
-    """Exports an eraser with its card, for `load_eraser`; `backbone` is the model's name."""
+    """Exports an eraser with its card, for `load_eraser`; `backbone` is the model's name.
+
+    `stored` is the dtype in the file, whatever it was trained in.
+    """
     check_eraser(eraser, model.config)
     card = modules.Card(
         module=MODULE,
@@ -137,7 +143,14 @@ def save_eraser(
         training=training or {},
         scores=scores or {},
     )
-    modules.save_module(directory, eraser.arrays, card)
+    arrays = {name: np.asarray(array).astype(stored) for name, array in eraser.arrays.items()}
+    modules.save_module(directory, arrays, card)
+
+
+def read_adapters(directory: str | Path) -> dict[str, Array]:
+    """An exported eraser's arrays, float32 whatever they are stored in."""
+    arrays = modules.read_arrays(directory)
+    return {name: array.astype(jnp.float32) for name, array in arrays.items()}
 
 
 def load_eraser(model: Decoder, path: str | Path | None = None) -> Eraser:
@@ -154,7 +167,7 @@ def load_eraser(model: Decoder, path: str | Path | None = None) -> Eraser:
         raise ValueError(f"{directory}: a module of kind {card.kind!r}; needed is {KIND!r}")
     card.check_backbone(fingerprint, directory)
     config = EraserConfig(**{**card.options, "targets": tuple(card.options["targets"])})
-    eraser = Eraser(config=config, arrays=modules.read_arrays(directory))
+    eraser = Eraser(config=config, arrays=read_adapters(directory))
     try:
         check_eraser(eraser, model.config)
     except ValueError as error:

@@ -216,8 +216,8 @@ def test_one_sample_is_learnt_by_heart():
 # Files
 
 
-def export(path, model=None, adapters=None):
-    save_eraser(path, adapters or eraser(), model or tiny.model(), backbone="tiny")
+def export(path, model=None, adapters=None, **options):
+    save_eraser(path, adapters or eraser(), model or tiny.model(), backbone="tiny", **options)
 
 
 def test_an_exported_eraser_is_read_again(tmp_path):
@@ -227,6 +227,15 @@ def test_an_exported_eraser_is_read_again(tmp_path):
     for name, array in eraser().arrays.items():
         np.testing.assert_array_equal(found.arrays[name], array)
     assert load_eraser(tiny.model("bfloat16"), tmp_path).config == found.config
+
+
+def test_an_eraser_may_be_stored_in_16_bits(tmp_path):
+    export(tmp_path, stored="float16")
+    found = load_eraser(tiny.model(), tmp_path)
+    for name, array in eraser().arrays.items():
+        assert found.arrays[name].dtype == jnp.float32
+        rounded = array.astype(jnp.float16).astype(jnp.float32)
+        np.testing.assert_array_equal(found.arrays[name], rounded)
 
 
 def test_an_eraser_of_another_backbone_is_refused(tmp_path):

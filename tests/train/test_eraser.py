@@ -147,6 +147,7 @@ def test_the_loss_falls_and_the_export_is_an_eraser(model, tmp_path):
         ({"ce": 0.0, "kl": 0.0}, "one has to count"),
         ({"reply": 0}, "module.reply=0"),
         ({"rank": 0}, "rank=0"),
+        ({"stored": "int8"}, "module.stored='int8': allowed: float32, float16"),
     ],
 )
 def test_bad_options_are_refused(options, message):
