@@ -14,7 +14,7 @@ from typing import Any
 from eval import fields
 from kvjax.models.sharding import MESH_AXES
 from train import data
-from train.data.config import ErasingConfig, SourceConfig
+from train.data.config import ErasedConfig, SourceConfig
 from train.eraser import EraserTraining
 from train.indexer import IndexerTraining
 from train.indexmem import IndexMemTraining
@@ -130,7 +130,7 @@ def from_mapping(content: Any) -> TrainConfig:
     if "mesh" in given:
         values["mesh"] = _mesh(given["mesh"])
     for number, source in enumerate(values["data"]):
-        if isinstance(source, ErasingConfig) != (kind == "eraser"):
+        if isinstance(source, ErasedConfig) != (kind == "eraser"):
             fits = "sources with" if kind == "eraser" else "sources without"
             raise ValueError(f"data[{number}]: module kind {kind!r} reads {fits} `erase`")
     return TrainConfig(**values)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvjax.budget import bucket_length
 from train.config import TrainConfig
-from train.data.config import ErasingConfig
+from train.data.config import ErasedConfig
 from train.eraser import EraserRecipe
 from train.indexer import IndexerRecipe
 from train.indexmem import IndexMemRecipe
@@ -24,6 +24,6 @@ def recipe_of(config: TrainConfig) -> Recipe:
         "retention": RetentionRecipe,
     }
     if config.kind == "eraser":
-        spans = [s.span_tokens[1] for s in config.data if isinstance(s, ErasingConfig)]
+        spans = [s.span_tokens[1] for s in config.data if isinstance(s, ErasedConfig)]
         return EraserRecipe(config.module, config.length, bucket_length(max(spans)))
     return recipes[config.kind](config.module, config.length)

@@ -14,7 +14,7 @@ from tests.train import tiny_run
 from tests.train.data.tokens import StableTokenizer
 from train import data
 from train.config import from_mapping
-from train.data.config import ErasingConfig
+from train.data.config import ErasedConfig
 from train.data.erasing import REPLY, SPAN
 from train.documents import one_document
 from train.eraser import EraserRecipe, EraserTraining
@@ -24,7 +24,7 @@ from train.passes import plain_pass
 from train.recipes import recipe_of
 
 LENGTH = 384
-SOURCE = ErasingConfig(
+SOURCE = ErasedConfig(
     erase=("neighbour", "chain"), lengths=(170, 200), span_tokens=(20, 30), haystacks=("sentences",)
 )
 

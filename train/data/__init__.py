@@ -5,7 +5,7 @@ Grain and pyarrow are imported when they are used.
 
 from train.data.config import (
     ChatConfig,
-    ErasingConfig,
+    ErasedConfig,
     SourceConfig,
     TaskConfig,
     TextConfig,
@@ -18,7 +18,7 @@ from train.data.shards import Shards
 __all__ = [
     # What to read
     "ChatConfig",
-    "ErasingConfig",
+    "ErasedConfig",
     "SourceConfig",
     "TaskConfig",
     "TextConfig",

@@ -74,7 +74,7 @@ class TaskConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ErasingConfig:
+class ErasedConfig:
     """Samples of erasing's suites, of which the right answers are to be predicted."""
 
     erase: tuple[str, ...]  # suites
@@ -85,7 +85,7 @@ class ErasingConfig:
     weight: float = 1.0
 
 
-type SourceConfig = TextConfig | ChatConfig | TaskConfig | ErasingConfig
+type SourceConfig = TextConfig | ChatConfig | TaskConfig | ErasedConfig
 
 
 def read(key: str, content: Any) -> tuple[SourceConfig, ...]:
@@ -188,16 +188,16 @@ def _task(key: str, content: Any) -> TaskConfig:
     return config
 
 
-def _erase(key: str, content: Any) -> ErasingConfig:
+def _erase(key: str, content: Any) -> ErasedConfig:
     given = fields.mapping(
         key,
         content,
-        ErasingConfig,
+        ErasedConfig,
         required=("erase", "lengths"),
         aliases={"haystack": "haystacks", "length": "lengths"},
     )
     return _built(
-        ErasingConfig,
+        ErasedConfig,
         key,
         given,
         erase=lambda k, v: _each(k, v, lambda k, v: fields.choice(k, v, tuple(SUITES))),

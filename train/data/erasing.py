@@ -14,7 +14,7 @@ from eval import haystacks
 from eval.erasing.samples import ErasingSample, prompt_of
 from eval.erasing.suites import ErasingRequest, make
 from eval.prompt import Tokenizer
-from train.data.config import ErasingConfig
+from train.data.config import ErasedConfig
 from train.data.counting import word_counter
 from train.data.examples import Example
 from train.data.task import FIRST_SEED, SAMPLES
@@ -34,7 +34,7 @@ class ErasingSource:
       ValueError: lengths of which no sample can be made in `most` tokens.
     """
 
-    def __init__(self, config: ErasingConfig, tokenizer: Tokenizer, most: int):
+    def __init__(self, config: ErasedConfig, tokenizer: Tokenizer, most: int):
         self._config, self._tokenizer, self._most = config, tokenizer, most
         self._count = word_counter(tokenizer.encode)
         self._haystacks = [haystacks.load(name) for name in config.haystacks]

@@ -12,7 +12,7 @@ import numpy as np
 from eval.prompt import Tokenizer
 from train.data import examples, order
 from train.data.chat import ChatSource
-from train.data.config import ChatConfig, ErasingConfig, SourceConfig, TaskConfig, TextConfig
+from train.data.config import ChatConfig, ErasedConfig, SourceConfig, TaskConfig, TextConfig
 from train.data.erasing import ErasingSource
 from train.data.examples import Piece, Source
 from train.data.task import TaskSource
@@ -114,7 +114,7 @@ def build(
         raise ValueError(f"process={process}: allowed: (i, n) with 0 <= i < n")
     if not sources:
         raise ValueError("data: has no sources; at least one is needed")
-    erasing = {isinstance(config, ErasingConfig) for config in sources}
+    erasing = {isinstance(config, ErasedConfig) for config in sources}
     if len(erasing) > 1:
         raise ValueError("data: sources with `erase` stand beside others; allowed is either kind")
     opened = [_opened(i, config, tokenizer, length) for i, config in enumerate(sources)]
@@ -147,7 +147,7 @@ def open_source(config: SourceConfig, tokenizer: Tokenizer, length: int) -> Sour
         return TextSource(config, tokenizer)
     if isinstance(config, ChatConfig):
         return ChatSource(config, tokenizer)
-    if isinstance(config, ErasingConfig):
+    if isinstance(config, ErasedConfig):
         return ErasingSource(config, tokenizer, length)
     return TaskSource(config, tokenizer, length)
 
@@ -160,7 +160,7 @@ def _opened(number: int, config: SourceConfig, tokenizer: Tokenizer, length: int
 
 
 def _long(config: SourceConfig) -> str:
-    return "drop" if isinstance(config, TaskConfig | ErasingConfig) else config.long
+    return "drop" if isinstance(config, TaskConfig | ErasedConfig) else config.long
 
 
 def _dataset(
@@ -200,7 +200,7 @@ def _dataset(
         shared = order.endless(source, seed)[index::count]
         parts.append(shared.map(cut))
     mixed = grain.MapDataset.mix(parts, weights=[config.weight for config in configs])
-    erasing = any(isinstance(config, ErasingConfig) for config in configs)
+    erasing = any(isinstance(config, ErasedConfig) for config in configs)
     packed = ("tokens", "labels", "parts") if erasing else ("tokens", "labels")
     # One thread alone calls the tokenizer, that of the prefetching below.
     rows = mixed.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))

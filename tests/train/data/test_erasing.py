@@ -8,12 +8,12 @@ import pytest
 from eval.erasing.samples import prompt_of
 from tests.train.data.tokens import StableTokenizer
 from train import data
-from train.data.config import ErasingConfig
+from train.data.config import ErasedConfig
 from train.data.erasing import PREFIX, REPLY, SPAN, SUFFIX, ErasingSource
 from train.data.task import FIRST_SEED
 
 TOKENIZER = StableTokenizer()
-CONFIG = ErasingConfig(
+CONFIG = ErasedConfig(
     erase=("neighbour", "chain"), lengths=(250, 300), span_tokens=(30, 60), haystacks=("sentences",)
 )
 
@@ -74,7 +74,7 @@ def test_bad_configs_are_refused(content, message):
 
 
 def test_lengths_of_which_nothing_can_be_made_are_noticed_at_the_door():
-    short = ErasingConfig(erase=("chain",), lengths=(40, 40), span_tokens=(30, 60))
+    short = ErasedConfig(erase=("chain",), lengths=(40, 40), span_tokens=(30, 60))
     with pytest.raises(ValueError, match="sample 0 was not made in 16 draws: length=40"):
         ErasingSource(short, TOKENIZER, 512)
     with pytest.raises(ValueError, match="tokens, rows 200"):
