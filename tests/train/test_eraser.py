@@ -106,6 +106,27 @@ def test_gradients_reach_what_the_steering_states_depend_on(model, batch):
         assert not np.asarray(gradients[f"{name}.a"]).any()  # B is 0
 
 
+def test_gradients_equal_finite_differences_of_the_loss(model, batch):
+    """Parts of attention are merged by their log-sum-exp: its gradient is in every step."""
+    own = recipe(ce=1.0)
+    names = own.init(model, jax.random.key(0))
+    keys = dict(zip(names, jax.random.split(jax.random.key(3), 2 * len(names)), strict=False))
+    params = {n: 0.1 * jax.random.normal(keys[n], a.shape) for n, a in names.items()}
+    towards = {
+        n: jax.random.normal(jax.random.fold_in(keys[n], 1), a.shape) for n, a in names.items()
+    }
+    loss = jax.jit(lambda p: own.loss(p, model, batch, jax.random.key(1))[0])
+    gradients = jax.jit(jax.grad(loss))(params)
+    found = sum(float(jnp.vdot(gradients[n], towards[n])) for n in names)
+
+    def moved(step):
+        return float(loss({n: params[n] + step * towards[n] for n in names}))
+
+    step = 5e-4
+    wanted = (8 * (moved(step) - moved(-step)) - (moved(2 * step) - moved(-2 * step))) / (12 * step)
+    np.testing.assert_allclose(found, wanted, rtol=2e-2)
+
+
 def settings(output, **changes):
     return tiny_run.config(
         str(output),
