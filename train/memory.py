@@ -153,6 +153,83 @@ def save(
     modules.save_module(directory, params, card)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cut:
+    """Documents that are cut, and what a policy left of what is before the cut."""
+
+    batch: Batch  # one document per row
+    positions: Int[Array, "B T"]  # -1 for padding
+    behind: Bool[Array, "B T"]  # tokens behind the cut
+    kept: Bool[Array, "L B K T"]  # of those before it
+
+
+def cut_documents(
+    config: MemoryTraining,
+    selector: Policy,
+    selector_params: Any,
+    model: Decoder,
+    batch: Batch,
+    key: Array,
+    evicted: Float[Array, ""] | None = None,
+) -> Cut:
+    """One document of every row, cut and evicted at random; `evicted` fixes the share."""
+    at = jax.random.split(key, 3)
+    found, lengths = one_document(batch, at[0])
+    tokens = found["tokens"]
+    rows = lengths.shape
+    share = jax.random.uniform(at[1], rows, minval=config.first_cut, maxval=config.last_cut)
+    cut = jnp.maximum(jnp.int32(1), (share * lengths.astype(jnp.float32)).astype(jnp.int32))
+    drawn = jax.random.uniform(at[2], rows, minval=config.least_evicted, maxval=config.most_evicted)
+    gone = drawn if evicted is None else jnp.broadcast_to(evicted, rows)
+    budget = jnp.maximum(jnp.int32(1), ((1.0 - gone) * cut.astype(jnp.float32)).astype(jnp.int32))
+    kept = lax.stop_gradient(kept_entries(selector, selector_params, model, tokens, cut, budget))
+
+    index = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
+    there = index < lengths[:, None]
+    document = {
+        "tokens": tokens,
+        "segments": jnp.where(there, 0, -1).astype(jnp.int32),
+        "positions": jnp.where(there, index, 0),
+    }
+    return Cut(
+        batch=document,
+        positions=jnp.where(there, index, -1),
+        behind=there & (index >= cut[:, None]),
+        kept=kept,
+    )
+
+
+def layer_error(
+    config: MemoryConfig,
+    params: Parameters,
+    layer: Layer,
+    kept: Bool[Array, "B K T"],
+    cut: Cut,
+    rope_frequencies: Float[Array, " D/2"],
+) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
+    """|o - combine(o_attn, m)|^2, |o - o_attn|^2, and the mean weight of what is read.
+
+    Squares are summed over the tokens behind the cut. The first is differentiated at once.
+    """
+    target, behind = layer.attention.astype(jnp.float32), cut.behind
+
+    def apart(out: Array) -> Array:
+        square = jnp.sum(jnp.square(target - out.astype(jnp.float32)), axis=(1, 3))
+        return jnp.sum(jnp.where(behind, square, 0.0))
+
+    def left(params: Parameters) -> tuple[Array, tuple[Array, Array]]:
+        restored, weight, without = _restored(
+            config, params, layer, kept, cut.positions, behind, rope_frequencies
+        )
+        mean = jnp.sum(jnp.where(behind, jnp.mean(weight, axis=1), 0.0))
+        mean /= jnp.sum(behind).astype(jnp.float32)
+        return apart(restored), (apart(without), mean)
+
+    error, (lost, mean) = differentiated_at_once(left, params)
+    return error, lost, mean
+
+
 def memory_loss(
     config: MemoryTraining,
     selector: Policy,
@@ -167,50 +244,14 @@ def memory_loss(
     Gap closed is 1 - |o - combine(o_attn, m)|^2 / |o - o_attn|^2: 1 for a memory that restores the
     full cache, 0 for one that does nothing, below 0 for one that harms.
     """
-    at = jax.random.split(key, 3)
-    found, lengths = one_document(batch, at[0])
-    tokens = found["tokens"]
-    rows = lengths.shape
-    share = jax.random.uniform(at[1], rows, minval=config.first_cut, maxval=config.last_cut)
-    cut = jnp.maximum(jnp.int32(1), (share * lengths.astype(jnp.float32)).astype(jnp.int32))
-    evicted = jax.random.uniform(
-        at[2], rows, minval=config.least_evicted, maxval=config.most_evicted
-    )
-    budget = jnp.maximum(
-        jnp.int32(1), ((1.0 - evicted) * cut.astype(jnp.float32)).astype(jnp.int32)
-    )
-    kept = lax.stop_gradient(kept_entries(selector, selector_params, model, tokens, cut, budget))
-
-    index = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
-    there = index < lengths[:, None]
-    document = {
-        "tokens": tokens,
-        "segments": jnp.where(there, 0, -1).astype(jnp.int32),
-        "positions": jnp.where(there, index, 0),
-    }
-    positions, behind = jnp.where(there, index, -1), there & (index >= cut[:, None])
+    cut = cut_documents(config, selector, selector_params, model, batch, key)
     frequencies = jnp.asarray(model.rope_frequencies[0])
 
     def visit(layer: Layer, own: Any) -> tuple[Array, Array, Array, Array]:
-        params, kept = own
-        target = layer.attention.astype(jnp.float32)
+        found = layer_error(config.memory, own[0], layer, own[1], cut, frequencies)
+        return *found, layer.window >= NO_WINDOW
 
-        def apart(out: Array) -> Array:
-            square = jnp.sum(jnp.square(target - out.astype(jnp.float32)), axis=(1, 3))
-            return jnp.sum(jnp.where(behind, square, 0.0))
-
-        def left(params: Parameters) -> tuple[Array, tuple[Array, Array]]:
-            restored, weight, without = _restored(
-                config.memory, params, layer, kept, positions, behind, frequencies
-            )
-            mean = jnp.sum(jnp.where(behind, jnp.mean(weight, axis=1), 0.0))
-            mean /= jnp.sum(behind).astype(jnp.float32)
-            return apart(restored), (apart(without), mean)
-
-        error, (lost, mean) = differentiated_at_once(left, params)
-        return error, lost, mean, layer.window >= NO_WINDOW
-
-    _, (error, lost, weight, writes) = frozen_pass(model, document, visit, (params, kept))
+    _, (error, lost, weight, writes) = frozen_pass(model, cut.batch, visit, (params, cut.kept))
     counts = writes & (lost > 0)  # a sliding-window layer is never cut below its window
     ratio = jnp.where(counts, error / jnp.where(counts, lost, 1.0), 0.0)
     loss = jnp.sum(ratio) / jnp.maximum(jnp.sum(counts), 1).astype(jnp.float32)
