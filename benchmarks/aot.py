@@ -3,14 +3,15 @@
     python -m benchmarks.aot [--models NAME,...] [--slices NAME,...] [--programs NAME,...]
 
 Writes docs/results/aot.json and aot.md, in which rows that are not asked for stay: per program and
-slice the bytes of one device (arguments, temporaries, peak), FLOPs, what devices exchange, and the
-roofline time. A program that does not fit a device's memory is shown so, and the command ends with
-status 1. Needs libtpu beside kvjax (`pip install libtpu` is enough on a CPU; `JAX_PLATFORMS=cpu`).
+slice the bytes of one device (arguments, temporaries, peak), FLOPs, bytes moved, what devices
+exchange, and the roofline time. A program that does not fit a device's memory is shown so, also
+where the compiler refuses it, and the command ends with status 1. Needs libtpu beside kvjax (`pip
+install libtpu` is enough on a CPU; `JAX_PLATFORMS=cpu`).
 
 Compiled are the programs with their TPU kernels. FLOPs are counted in the program without them, as
 traced, so that loops count as often as they run; a loop whose count is data (blocks of attention
-that are skipped) counts once, which leaves most of attention out. The compiler's own count is no
-help: it takes every loop for one pass.
+that are skipped) counts once, which leaves most of attention out: `attention_flops` says what it
+comes to. The compiler's own count is no help: it takes every loop for one pass.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ _TRAINED: dict[str, dict[str, Any]] = {
 }
 _TRAIN = {"length": 4096, "batch": 16}
 _BUDGET, _ROOM = 1024, 128
+_DEVICES = 16
 _COMMIT = commit()  # before results are written
 
 
@@ -130,7 +132,8 @@ class Serving:
         return trace(model_shapes(model, mesh), mesh, self.policy, **sizes)
 
 
-_CHUNKED = kvjax.policy("snapkv", prefill="chunked", chunk=2048)
+_CHUNK = 2048
+_CHUNKED = kvjax.policy("snapkv", prefill="chunked", chunk=_CHUNK)
 _SERVED = {
     "prefill": Serving(mesh={"data": 4, "tensor": 4}, rows=4),
     "decode": Serving(mesh={"data": 4, "tensor": 4}, rows=64, decodes=True),
@@ -150,48 +153,84 @@ def _traced(program: str, model: str, part: Slice, *, kernels: str) -> jax.stage
     return _SERVED[program].trace(MODELS[model], part)
 
 
+def attention_flops(program: str, model: ModelConfig) -> float:
+    """FLOPs of attention in one run of a program, on all devices, from its formula.
+
+    2 H D T^2 for a row and layer, causal. A retention step has a teacher's pass, a student's, the
+    student's again, and its backward pass (2.5 of a forward one). An IndexMem step has the
+    indexer's pass, the prefill that evicts, the memory's pass with attention to everything and to
+    what is left, and the teacher's logits (half of one). An eraser's step prefills, and recomputes
+    what is behind the span: less than a second pass, and counted as one; span and reply are left
+    out.
+    """
+    wide = model.num_layers * model.num_heads * model.head_dim
+    if program in _TRAINED:
+        passes = {"retention": 5.5, "indexmem": 4.5, "eraser": 2.0}[program]
+        return passes * _TRAIN["batch"] * 2.0 * wide * _TRAIN["length"] ** 2
+    served, slots = _SERVED[program], _BUDGET + _ROOM
+    if served.decodes:
+        return served.rows * 4.0 * wide * slots
+    if served.policy == _CHUNKED:
+        return served.rows * 4.0 * wide * (slots + _CHUNK / 2) * served.prompt
+    return served.rows * 2.0 * wide * served.prompt**2
+
+
 def measured(program: str, model: str, name: str) -> dict[str, Any]:
-    """One row of the table."""
-    part = SLICES[name]
+    """What compilation says of one cell; see `completed`."""
     start = time.perf_counter()
-    compiled = _traced(program, model, part, kernels="tpu").lower().compile()
-    text = compiled.as_text()
-    memory, found = compiled.memory_analysis(), traffic(text)
-    devices = 16
-    work = flops(_traced(program, model, part, kernels="portable")) / devices
-    peak = (
-        memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        + memory.temp_size_in_bytes
-        - memory.alias_size_in_bytes
-    )
-    # At least every argument is read once, and every temporary written and read.
-    moved = memory.argument_size_in_bytes + 2 * memory.temp_size_in_bytes
-    times = {
-        "compute": work / part.flops,
-        "memory": moved / part.bandwidth,
-        "network": found.total_bytes / part.link,
-    }
-    return {
-        "model": model,
-        "slice": name,
-        "program": program,
-        "argument_bytes": memory.argument_size_in_bytes,
-        "temporary_bytes": memory.temp_size_in_bytes,
-        "aliased_bytes": memory.alias_size_in_bytes,
-        "peak_bytes": peak,
-        "fits": peak <= part.memory,
-        "flops": work,
-        "kernels": text.count("tpu_custom_call"),
-        "collectives": dict(found.count),
-        "collective_bytes": found.total_bytes,
-        "unknown_loops": found.unknown_loops,
-        "roofline_seconds": max(times.values()),
-        "bound_by": max(times, key=lambda kind: times[kind]),
+    row: dict[str, Any] = {"model": model, "slice": name, "program": program}
+    try:
+        compiled = _traced(program, model, SLICES[name], kernels="tpu").lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        row["refused"] = str(error).splitlines()[0]
+    else:
+        text = compiled.as_text()
+        memory, found = compiled.memory_analysis(), traffic(text)
+        row |= {
+            "argument_bytes": memory.argument_size_in_bytes,
+            "output_bytes": memory.output_size_in_bytes,
+            "temporary_bytes": memory.temp_size_in_bytes,
+            "aliased_bytes": memory.alias_size_in_bytes,
+            "peak_bytes": memory.argument_size_in_bytes
+            + memory.output_size_in_bytes
+            + memory.temp_size_in_bytes
+            - memory.alias_size_in_bytes,
+            "kernels": text.count("tpu_custom_call"),
+            "collectives": dict(found.count),
+            "collective_bytes": found.total_bytes,
+            "unknown_loops": found.unknown_loops,
+            "flops": flops(_traced(program, model, SLICES[name], kernels="portable")) / _DEVICES,
+        }
+    return row | {
         "compile_seconds": time.perf_counter() - start,
         "commit": _COMMIT,
         "jax": jax.__version__,
         "libtpu": importlib.metadata.version("libtpu"),
+    }
+
+
+def completed(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with what follows from it: whether it fits, bytes moved, and the roofline time."""
+    part = SLICES[row["slice"]]
+    if "refused" in row:
+        return row | {"fits": False}
+    attention = attention_flops(row["program"], MODELS[row["model"]]) / _DEVICES
+    # At least every argument is read once, and every temporary written and read.
+    moved = row["argument_bytes"] + 2 * row["temporary_bytes"]
+    times = {
+        "compute": (row["flops"] + attention) / part.flops,
+        "memory": moved / part.bandwidth,
+        "network": row["collective_bytes"] / part.link,
+    }
+    return row | {
+        "fits": row["peak_bytes"] <= part.memory,
+        "attention_flops": attention,
+        "moved_bytes": moved,
+        "seconds": times,
+        "roofline_seconds": max(times.values()),
+        "bound_by": max(times, key=lambda kind: times[kind]),
     }
 
 
@@ -219,23 +258,31 @@ def page(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# 8B models on TPU slices of 16 chips, compiled without them",
         "",
-        f"`python -m benchmarks.aot`; commit {'; '.join(sorted(facts))}. What the columns and the "
-        "programs are: [what it costs on a pod](../scaling.md). Rows that are missing have not "
-        "been compiled yet.",
+        f"`python -m benchmarks.aot`; commit {'; '.join(sorted(facts))}. Of one chip. What the "
+        "columns and the programs are: [what it costs on a pod](../scaling.md).",
         "",
-        "| model | slice | program | arguments | temporaries | peak | fits | TFLOP | exchanged | "
-        "roofline | bound by |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| model | slice | program | arguments | temporaries | peak | fits | TFLOP | attention | "
+        "moved | exchanged | compute, memory, network | bound by |",
+        "|---|---|---|--:|--:|--:|---|--:|--:|--:|--:|--:|---|",
     ]
     for row in rows:
-        sizes = [f"{row[n] / 2**30:.2f} GiB" for n in ("argument_bytes", "temporary_bytes")]
-        lines.append(
-            f"| {row['model']} | {row['slice']} | {row['program']} | {sizes[0]} | {sizes[1]} | "
-            f"{row['peak_bytes'] / 2**30:.2f} GiB | {'yes' if row['fits'] else '**no**'} | "
-            f"{row['flops'] / 1e12:.1f} | {'≥ ' if row['unknown_loops'] else ''}"
-            f"{row['collective_bytes'] / 2**30:.2f} GiB | "
-            f"{row['roofline_seconds'] * 1e3:.1f} ms | {row['bound_by']} |"
-        )
+        cells = [row["model"], row["slice"], row["program"]]
+        if "refused" in row:
+            lines.append(f"| {' | '.join(cells)} | | | | **no**: {row['refused']} | | | | | | |")
+            continue
+        memory = ("argument_bytes", "temporary_bytes", "peak_bytes")
+        cells += [f"{row[name] / 2**30:.2f} GiB" for name in memory]
+        exchanged = f"{row['collective_bytes'] / 2**30:.2f} GiB"
+        cells += [
+            "yes" if row["fits"] else "**no**",
+            f"{row['flops'] / 1e12:.1f}",
+            f"{row['attention_flops'] / 1e12:.1f}",
+            f"{row['moved_bytes'] / 2**30:.2f} GiB",
+            f"≥ {exchanged}" if row["unknown_loops"] else exchanged,
+            ", ".join(f"{seconds * 1e3:.1f}" for seconds in row["seconds"].values()) + " ms",
+            row["bound_by"],
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -249,10 +296,10 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     written = out / "aot.json"
     known = json.loads(written.read_text(encoding="utf-8")) if written.exists() else []
-    rows = {(row["program"], row["model"], row["slice"]): row for row in known}
+    rows = {(row["program"], row["model"], row["slice"]): completed(row) for row in known}
     cells = list(_cells(args))
     for cell in cells:
-        rows[cell] = measured(*cell)
+        rows[cell] = completed(measured(*cell))
         in_order = sorted(rows.values(), key=_place)
         written.write_text(json.dumps(in_order, indent=1) + "\n", encoding="utf-8")
         (out / "aot.md").write_text(page(in_order), encoding="utf-8")

@@ -5,8 +5,8 @@
 All variants learn side by side, on the same documents and the same evicted entries, which costs one
 pass of the model for all of them. Then each is measured on documents of other seeds at fixed shares
 of evicted entries: gap closed, 1 - |o - restored|^2 / |o - o_attn|^2 over all tokens behind the
-cut, is 1 where the full cache is restored and 0 where nothing is gained. Writes memory_variants.json
-and .md.
+cut, is 1 where the full cache is restored and 0 where nothing is gained. Writes
+memory_variants.json and .md.
 """
 
 from __future__ import annotations
