@@ -82,7 +82,14 @@ def losses(output: str) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in read_lines(Path(output) / METRICS_FILE)}
 
 
-def run(output: str, steps: int, mesh: Any = None, delay: float = 0.0, data: Any = None) -> Any:
+def run(
+    output: str,
+    steps: int,
+    mesh: Any = None,
+    delay: float = 0.0,
+    data: Any = None,
+    changes: Any = None,
+) -> Any:
     import jax
 
     import kvjax
@@ -92,7 +99,7 @@ def run(output: str, steps: int, mesh: Any = None, delay: float = 0.0, data: Any
     from train.loop import train
     from train.recipes import recipe_of
 
-    settings = config(output, steps, **({"mesh": mesh} if mesh else {}))
+    settings = config(output, steps, **({"mesh": mesh} if mesh else {}), **(changes or {}))
     data = Batches(delay=delay) if data is None else data
     model = tiny.model(num_layers=2)
     laid = devices.mesh_of(settings.mesh, BATCH, LENGTH)
