@@ -63,7 +63,7 @@ def compare(allocator: Allocator, slots: int) -> dict[str, Any]:
     program = jax.jit(stay).lower(*placed).compile()
     exchanged = traffic(program.as_text())
     same = np.array_equal(program(*placed), jax.jit(stay)(*arguments))
-    return {"same": same, "bytes": exchanged.total_bytes, "kinds": sorted(exchanged.count)}
+    return {"same": same, "bytes": exchanged.total_bytes, "count": dict(exchanged.count)}
 
 
 if __name__ == "__main__":

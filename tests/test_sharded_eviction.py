@@ -33,6 +33,7 @@ def test_heads_that_do_not_compete_exchange_nothing(found, name):
 
 
 def test_heads_that_compete_exchange_a_count_per_pass_and_row_and_their_shares(found):
+    assert found["global"]["256"]["count"] == {"all-reduce": 32, "all-gather": 2}
     passes = 32 * 4 * B // 2
     shares = 4 * L * (B // 2) * K
     assert passes <= found["global"]["256"]["bytes"] <= passes + 4 * shares
