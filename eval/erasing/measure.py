@@ -1,4 +1,4 @@
-"""One sample under every method: what it answers, and how far that is from recomputation."""
+"""Samples under every method: what it answers, and how far that is from recomputation."""
 
 from __future__ import annotations
 
@@ -73,6 +73,8 @@ def measure(
     ids, lengths = _rows(contexts)
     _, cache = kvjax.prefill(model, ids, lengths, room=room)
     replies = [prompt.question + prompt.answer for prompt in prompts]
+    if (longest := max(len(prompt.answer) for prompt in prompts)) > max_new_tokens:
+        raise ValueError(f"max_new_tokens={max_new_tokens}: an answer has {longest}")
     asked = [range(len(q) - 1, len(reply) - 1) for q, reply in zip(questions, replies, strict=True)]
     places, _ = _rows(asked)
     spans = np.zeros((len(samples), max(len(prompt.spans) for prompt in prompts), 2), np.int32)

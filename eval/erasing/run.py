@@ -1,4 +1,4 @@
-"""Runs an evaluation of erasing, sample by sample; a killed run goes on where it was."""
+"""Runs an evaluation of erasing, batch by batch; a killed run goes on where it was."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from eval.erasing.samples import ErasingSample
 from eval.records import SAMPLES_FILE, write_atomically
 from kvjax.erasing import METHODS
 
-FORMAT = "erasing-1"
+FORMAT = "erasing-2"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,9 @@ def run(
     lines = [json.dumps(header), *(_line(result) for result in done.values())]
     write_atomically(path, "".join(f"{line}\n" for line in lines))
     plan = list(planned(config))
-    for several in _batches([one for one in plan if one[0] not in done], batch):
+    left = [one for one in plan if one[0] not in done]
+    batch, count = min(batch, config.samples), len(plan) - len(left)
+    for several in _batches(left, batch):
         samples = [made(request, loaded[1]) for _, request, _ in several]
         # Always as many rows, so that a cell's last batch needs no other program.
         rows = samples + [samples[0]] * (batch - len(samples))
@@ -104,7 +106,8 @@ def run(
             file.write("".join(f"{_line(done[name])}\n" for name, _, _ in several))
             file.flush()
             os.fsync(file.fileno())
-        progress(f"[{len(done)}/{len(plan)}] {several[-1][0]}")
+        count += len(several)
+        progress(f"[{count}/{len(plan)}] {several[-1][0]}")
     return [done[name] for name, _, _ in plan]
 
 

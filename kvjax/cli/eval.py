@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch",
         metavar="N",
         type=int,
-        help="contexts of one length that run together; default the number of devices",
+        help="contexts of one length that run together; default the number of devices, 8 for erasing",
     )
     parser.add_argument(
         "--shard",
@@ -76,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.list:
         return _list()
+    if args.batch is not None and args.batch < 1:
+        raise ValueError(f"--batch={args.batch}: allowed: integers >= 1")
     cluster.join(args)
     if args.config is not None and eval_erasing.takes(args.config):
         return eval_erasing.run(args)
@@ -85,8 +87,6 @@ def run(args: argparse.Namespace) -> int:
             f"--overwrite with --shard {args.shard}: it would drop what the other parts wrote; "
             "delete the directory before the first of them starts"
         )
-    if args.batch is not None and args.batch < 1:
-        raise ValueError(f"--batch={args.batch}: allowed: integers >= 1")
     configs = _configs(args)
     for config in configs:
         _check_output(Path(config.output), args)

@@ -36,22 +36,35 @@ def test_two_processes_share_a_run(tmp_path, default_model):
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
     command = [sys.executable, "-m", "kvjax.cli.main", "eval", "--config", str(path)]
-    command += ["--coordinator", f"127.0.0.1:{free_port()}", "--process"]
+    joined = [*command, "--coordinator", f"127.0.0.1:{free_port()}", "--process"]
+    alone = [*command, "--output", str(tmp_path / "alone")]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     both = [
         subprocess.Popen(
-            [*command, f"{i}/2"],
+            line,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env=environment,
         )
-        for i in range(2)
+        for line in ([*joined, "0/2"], [*joined, "1/2"])
     ]
     for process in both:
         _, errors = process.communicate(timeout=900)
         assert process.returncode == 0, errors[-2000:]
-    results = json.loads((tmp_path / "run" / "results.json").read_text())
-    journals = sorted(p.name for p in (tmp_path / "run").glob("*.jsonl"))
-    assert len(journals) == 2
-    assert len({sample["id"] for part in results["parts"] for sample in part["samples"]}) == 3
+    subprocess.run(alone, env=environment, check=True, capture_output=True, timeout=900)
+    assert len(sorted((tmp_path / "run").glob("*.jsonl"))) == 2
+    found, wanted = (answers(tmp_path / name / "results.json") for name in ("run", "alone"))
+    assert len(found) == 3 and found == wanted
+
+
+def answers(path):
+    """What was answered, and how it scores, by sample."""
+    parts = json.loads(path.read_text())["parts"]
+    samples = [sample for part in parts for sample in part["samples"]]
+    return {
+        sample["id"]: [
+            (one["policy"], one["budget"], one["answer"], one["score"]) for one in sample["records"]
+        ]
+        for sample in samples
+    }
