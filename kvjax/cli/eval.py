@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch",
         metavar="N",
         type=int,
-        help="contexts of one length that run together; default the number of devices, 8 for erasing",
+        help="contexts of one length that run together; default one per device, or 8 of erasing",
     )
     parser.add_argument(
         "--shard",

@@ -45,11 +45,17 @@ def config(output="unused", **changes):
             "span_tokens": [40],
             "samples": 2,
             "methods": ["mask", "note"],
-            "max_new_tokens": 4,
+            "max_new_tokens": 8,
             "output": str(output),
             **changes,
         }
     )
+
+
+def learn_words(config, tokenizer):
+    """The tokenizer knows the words that it has seen; here it sees those of all samples."""
+    for _, request, _ in run.planned(config):
+        prompt_of(run.made(request, tokenizer), tokenizer)
 
 
 def log_p(model, tokens):
@@ -63,7 +69,7 @@ def test_both_ends_are_what_whole_passes_give(loaded):
     (_, request, _), *_ = run.planned(config())
     sample = run.made(request, loaded[1])
     prompt = prompt_of(sample, loaded[1])
-    (found,) = measure.measure(loaded, None, measure.labelled(config().methods), [sample], 4)
+    (found,) = measure.measure(loaded, None, measure.labelled(config().methods), [sample], 8)
     assert [one.method for one in found] == ["none", "recompute", "mask", "note"]
     by_method = {one.method: one for one in found}
     answer = np.arange(len(prompt.answer))
@@ -82,6 +88,7 @@ def test_both_ends_are_what_whole_passes_give(loaded):
 
 def test_a_killed_run_goes_on_where_it_was(loaded, tmp_path):
     told = []
+    learn_words(config(), loaded[1])
     whole = run.run(config(tmp_path / "whole"), loaded, told.append, batch=1)
     assert len(whole) == len(told) == 4
     assert len({one.id for one in whole}) == 4 and len({one.cell for one in whole}) == 2
@@ -107,8 +114,7 @@ def test_a_killed_run_goes_on_where_it_was(loaded, tmp_path):
 def test_samples_side_by_side_give_what_each_gives_alone(loaded, tmp_path):
     """Prompts, spans, notes and answers of different lengths; a last batch that is not full."""
     given = {"samples": 3, "methods": ["mask", "note", {"local-repair": {"tokens": 8}}]}
-    for _, request, _ in run.planned(config(**given)):  # the tokenizer learns all words
-        prompt_of(run.made(request, loaded[1]), loaded[1])
+    learn_words(config(**given), loaded[1])
     alone = run.run(config(tmp_path / "alone", **given), loaded, batch=1)
     told = []
     together = run.run(config(tmp_path / "together", **given), loaded, told.append, batch=2)
@@ -132,6 +138,11 @@ def test_an_eraser_is_loaded_where_a_method_needs_one(loaded, tmp_path):
         none, _, steered = result.records
         assert steered.method == "kveraser"
         np.testing.assert_allclose(steered.nll, none.nll, rtol=1e-4)  # B is 0
+
+
+def test_an_answer_longer_than_a_reply_is_refused(loaded, tmp_path):
+    with pytest.raises(ValueError, match=r"max_new_tokens=1: an answer has \d+"):
+        run.run(config(tmp_path, suites=["neighbour"], lengths=[300], max_new_tokens=1), loaded)
 
 
 def test_several_spans_are_asked_of_the_suites_that_have_them():
