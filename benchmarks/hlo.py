@@ -122,7 +122,7 @@ class _Program:
         if condition is None or body is None or given is None:
             return None
         test = self._root(condition[1])
-        if test is None or "direction=LT" not in test:
+        if test is None or "direction=LT" not in test or len(_operands(test)) != 2:
             return None
         left, right = _operands(test)
         end, counter = self._constant(condition[1], right), self._index(condition[1], left)
@@ -179,10 +179,11 @@ class _Program:
         root = self._root(body)
         if root is None or " tuple(" not in root:
             return None
-        line = self._line(body, _operands(root)[counter])
+        results = _operands(root)
+        line = self._line(body, results[counter]) if counter < len(results) else None
         while line is not None and " copy(" in line:
             line = self._line(body, _operands(line)[0])
-        if line is None or " add(" not in line:
+        if line is None or " add(" not in line or len(_operands(line)) != 2:
             return None
         left, right = _operands(line)
         if self._index(body, left) == counter:
@@ -233,10 +234,10 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 def _result_bytes(shape: str, opcode: str) -> int:
     arrays = [
-        _BYTES.get(dtype, 0) * math.prod(int(n) for n in sizes.split(",") if n)
+        _BYTES[dtype] * math.prod(int(n) for n in sizes.split(",") if n)
         for dtype, sizes in _ARRAY.findall(shape)
         if sizes or not opcode.endswith("-start")  # what starts one gives counters beside
     ]
     # What starts one of these gives its operands and then its results, as many of each.
-    both = opcode in ("all-gather-start", "collective-permute-start", "all-to-all-start")
+    both = opcode.endswith("-start") and opcode != "all-reduce-start"
     return sum(arrays[len(arrays) // 2 :]) if both and len(arrays) > 1 else sum(arrays)

@@ -66,8 +66,9 @@ def backward(
     scale = jnp.float32(size**-0.5)
 
     total = jnp.sum(out_cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    shift = lse_cotangent - total
-    lse = jnp.where(lse > -1e29, lse, 0.0)  # of queries that see nothing; finite
+    # Queries that see nothing give nothing, whatever their cotangents are.
+    some = lse > -1e29
+    shift, lse = jnp.where(some, lse_cotangent - total, 0.0), jnp.where(some, lse, 0.0)
     queries, out_cotangent = (pad_to(a, query_block, 2) for a in (queries, out_cotangent))
     lse, shift = (pad_to(a, query_block, 2) for a in (lse, shift))
     query_positions = pad_to(query_positions, query_block, 1, fill=-1)
@@ -83,6 +84,7 @@ def backward(
 
     def query_step(carry: tuple[Array, Array], start: Array) -> tuple[tuple[Array, Array], Array]:
         asking, given = rows(queries, start), rows(out_cotangent, start)
+        scaled = asking * jnp.asarray(size**-0.5, asking.dtype)  # rounded as the forward pass does
         largest, moved = rows(lse, start), rows(shift, start)
         positions = lax.dynamic_slice_in_dim(query_positions, start, query_block, axis=1)
 
@@ -95,7 +97,7 @@ def backward(
             seen = visible(positions[:, None], slot, window)[:, :, None]
             shape = (batch, kv_heads, group, query_block, key_block)
             seen = jnp.broadcast_to(seen, shape).reshape(batch, kv_heads, -1, key_block)
-            logits = _product("bkqd,bksd->bkqs", asking, k) * scale
+            logits = _product("bkqd,bksd->bkqs", scaled, k)
             weights = jnp.exp(jnp.where(seen, logits - largest[..., None], -jnp.inf))
             towards = _product("bkqd,bksd->bkqs", given, v) + moved[..., None]
             error = (weights * towards * scale).astype(k.dtype)

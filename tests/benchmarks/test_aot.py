@@ -40,6 +40,17 @@ def test_the_roofline_is_the_longest_of_three_times():
     assert found["roofline_seconds"] == max(found["seconds"].values())
 
 
+def test_attention_is_what_its_formula_says():
+    model = aot.MODELS["qwen3-8b"]
+    one_pass = 16 * 2 * 36 * 32 * 128 * 4096**2  # rows, layers and heads, tokens
+    assert aot.attention_flops("retention", model) == 5.5 * one_pass
+    assert aot.attention_flops("indexmem", model) == 4.5 * one_pass
+    assert aot.attention_flops("eraser", model) == 2 * one_pass
+    assert aot.attention_flops("decode", model) == 0
+    chunks = 2 * 4 * 36 * 32 * 128 * (1152 + 1024) * 2**20
+    assert aot.attention_flops("chunked-1m", model) == chunks
+
+
 def run(monkeypatch, tmp_path, measured, *arguments):
     monkeypatch.setattr(aot, "measured", measured)
     monkeypatch.setattr(sys, "argv", ["aot", "--out", str(tmp_path), *arguments])
@@ -60,6 +71,7 @@ def test_a_program_that_does_not_fit_is_shown_and_fails_the_run(monkeypatch, tmp
     (good, bad) = json.loads((tmp_path / "aot.json").read_text())
     assert (good["fits"], bad["fits"]) == (True, False)
     lines = (tmp_path / "aot.md").read_text().splitlines()
+    assert {line.count("|") for line in lines[4:]} == {15}
     assert "**no**" in lines[-1] and "decode" in lines[-1]
     assert "| yes |" in lines[-2]
 

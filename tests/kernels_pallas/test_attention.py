@@ -299,6 +299,37 @@ def test_gradients_in_blocks_are_the_references(blocks, holes, window):
         np.testing.assert_allclose(one, other, atol=2e-5)
 
 
+def test_gradients_of_half_precision_are_near_those_of_single():
+    *tensors, asked, places = case((2, 2, 2, 33, 70, 64), seed=12, dtype=jnp.bfloat16)
+
+    def loss(tensors, attend):
+        out, lse = attend(*tensors, asked, places)
+        return jnp.sum(jnp.sin(out.astype(jnp.float32))) + jnp.sum(jnp.where(lse > -1e30, lse, 0.0))
+
+    def in_blocks(*arguments):
+        return blockwise.attention(*arguments, query_block=8, key_block=16)
+
+    exact = jax.grad(loss)(tuple(a.astype(jnp.float32) for a in tensors), reference.attention)
+    found = jax.grad(loss)(tuple(tensors), in_blocks)
+    for one, other in zip(found, exact, strict=True):
+        assert one.dtype == jnp.bfloat16
+        np.testing.assert_allclose(one.astype(jnp.float32), other, atol=0.02 * np.abs(other).max())
+
+
+def test_queries_that_see_nothing_give_no_gradient_whatever_is_asked_of_them():
+    *tensors, asked, places = case(small, seed=3)
+    asked = asked.at[:, 2].set(-1)
+    found, backward = jax.vjp(
+        lambda *tensors: blockwise.attention(*tensors, asked, places, query_block=4, key_block=8),
+        *tensors,
+    )
+    blind = ~jnp.isfinite(found[1])
+    assert blind.any()
+    given = jnp.ones_like(found[0]), jnp.where(blind, jnp.nan, 1.0)
+    for gradient in backward(given):
+        assert np.isfinite(gradient).all()
+
+
 def test_a_prompts_gradients_by_a_library_kernel_are_the_references(monkeypatch):
     """A maintained kernel gives output and log-sum-exp; the gradient is made from them."""
     queries, keys, values, *_ = case((2, 4, 2, 24, 24, 16), seed=5)
