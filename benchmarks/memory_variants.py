@@ -151,7 +151,7 @@ def page(results: dict[str, Any]) -> str:
         f"Gap closed, mean over layers, under `{results['policy']}` on {results['model']}; "
         f"{results['steps']} steps each, then {results['documents']} documents of other seeds, "
         f"95 % intervals over documents; {results['machine']}, commit {results['commit']}. 1: the "
-        "full cache is restored; 0: nothing is gained. Best layer in brackets.",
+        "full cache is restored; 0: nothing is gained. The best layer's in parentheses.",
         "",
         "| memory | gate at the end | " + " | ".join(f"{share:.0%} evicted" for share in SHARES)
         + " |",

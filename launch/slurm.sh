@@ -3,6 +3,7 @@
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
 #SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=8
 #SBATCH --signal=TERM@120
 # Training on GPUs under SLURM, one process per GPU:
 #

@@ -9,7 +9,8 @@
 # again, the run resumes.
 #
 # KVJAX_REQUIREMENT is what pip installs there instead of the wheel, such as
-# 'kvjax[tpu,train,hub] @ git+https://HOST/kvjax'. HF_TOKEN is handed on for gated models.
+# 'kvjax[tpu,train,hub] @ git+https://HOST/kvjax'. A gated model needs a token on the workers:
+# `hf auth login` there.
 set -eu
 
 if [ $# -ne 4 ]; then
@@ -39,8 +40,7 @@ fi
 copy "$config" kvjax-run.yaml
 # The images of many TPU VMs have an older Python; uv brings one along.
 "$gcloud" compute tpus tpu-vm ssh "$name" --zone "$zone" --worker=all --command "set -e
-export HF_TOKEN='${HF_TOKEN:-}'
-python3.12 -m venv kvjax-venv || {
+python3.12 -m venv --clear kvjax-venv || {
     python3 -m pip install -q --user uv
     python3 -m uv venv -q --clear --seed --python 3.12 kvjax-venv
 }

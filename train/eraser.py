@@ -25,6 +25,7 @@ from kvjax.learned.eraser import (
     KIND,
     MODULE,
     PROJECTIONS,
+    STORED,
     Eraser,
     EraserConfig,
     Stored,
@@ -69,8 +70,8 @@ class EraserTraining:
                 raise ValueError(f"module.{name}={weight}: allowed: numbers >= 0")
         if self.ce == self.kl == 0:
             raise ValueError("module.ce and module.kl are both 0: one has to count")
-        if self.stored not in ("float32", "float16"):
-            raise ValueError(f"module.stored={self.stored!r}: allowed: float32, float16")
+        if self.stored not in STORED:
+            raise ValueError(f"module.stored={self.stored!r}: allowed: {', '.join(STORED)}")
         for name in ("reply", "vocabulary_block"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"module.{name}={value}: allowed: integers >= 1")

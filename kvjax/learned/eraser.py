@@ -21,6 +21,7 @@ from kvjax.models.layout import layout
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 KIND, MODULE = "eraser", "kveraser"
 type Stored = Literal["float32", "float16"]
+STORED: tuple[Stored, ...] = ("float32", "float16")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,6 +135,8 @@ def save_eraser(
     `stored` is the dtype in the file, whatever it was trained in.
     """
     check_eraser(eraser, model.config)
+    if stored not in STORED:
+        raise ValueError(f"stored={stored!r}: allowed are {', '.join(STORED)}")
     card = modules.Card(
         module=MODULE,
         kind=KIND,

@@ -65,6 +65,7 @@ def test_a_tpu_slice_gets_a_wheel_and_the_config_and_runs_doctor_and_train(slice
     assert shown.count("--worker=all") == 3 and shown.count("--zone us-east1-d") == 3
     assert re.search(r"scp \S+\.whl slice:kvjax-0-py3-none-any\.whl", shown)
     assert re.search(r"scp \S+run\.yaml slice:kvjax-run\.yaml", shown)
+    assert "venv --clear" in shown, "a wheel of the same version would not be installed again"
     assert "pip install -q './kvjax-0-py3-none-any.whl[tpu,train,hub]'" in shown
     doctor, train = map(parsed, launched(shown))
     assert (doctor.command, train.command) == ("doctor", "train")
