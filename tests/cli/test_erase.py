@@ -70,7 +70,7 @@ def test_a_note_is_given_as_text(erase):
         (("--span", "9:9"), ("9:9", "START < STOP <= 83")),
         (("--span", "9:84"), ("9:84", "83")),
         (("--span", "19:20"), ("white space",)),
-        (("--span", "7421"), ("no weights of 'kveraser'", "none ship yet")),
+        (("--span", "7421"), ("no weights of 'kveraser'", "ship for smollm2-135m-instruct")),
         (("--span", "7421", "--method", "forget"), ("'forget'", "kveraser", "recompute")),
         (("--span", "7421", "--method", "mask", "--option", "tokens"), ("NAME=VALUE",)),
         (("--span", "7421", "--method", "mask", "--option", "tokens=3"), ("'tokens'",)),
