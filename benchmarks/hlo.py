@@ -21,7 +21,10 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*
 _ARRAY = re.compile(r"\b([a-z]+[0-9a-z]*)\[([0-9,]*)\]")
 _CALLEES = re.compile(r"\b(?:body|to_apply|calls|condition)=([^,\s]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}|\b(?:true|false)_computation=([^,\s]+)")
-_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
+# Fusions of a TPU's program that carry on, or end, a collective that another one has started.
+_REPEATS = re.compile(
+    r"^\s+%?async-collective-done\b.* fusion\(|\bcalls=%?async_collective_fusion\b"
+)
 _CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
 _BODY = re.compile(r"\bbody=%?([\w.\-]+)")
 _OPERANDS = re.compile(r" while\(([^)]*)\)")
@@ -45,18 +48,14 @@ def traffic(text: str) -> Traffic:
     """Reads the text of a compiled program (`compiled.as_text()`).
 
     A TPU's compiler writes a collective that overlaps with other work several times, into the
-    fusions that start, carry on and end it, all on one channel: these count once.
+    fusions that start, carry on and end it: the start counts. Channels do not tell collectives
+    apart: those of a `shard_map` share one.
     """
     program = _Program(text)
     found, unknown = program.of(program.entry)
     count: Counter[str] = Counter()
     size: Counter[str] = Counter()
-    channels: dict[str, _Exchanged] = {}
     for exchanged in found.values():
-        before = channels.get(exchanged.channel)
-        if before is None or exchanged.times * exchanged.bytes > before.times * before.bytes:
-            channels[exchanged.channel] = exchanged
-    for exchanged in channels.values():
         count[exchanged.kind] += exchanged.times
         size[exchanged.kind] += exchanged.times * exchanged.bytes
     return Traffic(count, size, unknown)
@@ -67,7 +66,6 @@ class _Exchanged:
     """What one instruction exchanges."""
 
     kind: str
-    channel: str
     bytes: int  # each time
     times: int
 
@@ -95,14 +93,10 @@ class _Program:
             label, shape, opcode = match.groups()
             kind = opcode.removesuffix("-start")
             if kind in COLLECTIVES:
-                channel = _CHANNEL.search(line)
-                own = _Exchanged(
-                    kind=kind,
-                    channel=channel[1] if channel else label,
-                    bytes=_result_bytes(shape, opcode),
-                    times=1,
-                )
+                own = _Exchanged(kind=kind, bytes=_result_bytes(shape, opcode), times=1)
                 _add(found, {f"{name}/{label}": own})
+                continue
+            if _REPEATS.search(line):
                 continue
             called = [self.of(callee.lstrip("%")) for callee in _CALLEES.findall(line)]
             if branches := _branches(line):

@@ -74,8 +74,12 @@ def tpu_like(*, end="constant(12)", start="constant(0)", step="constant(1)"):
   ROOT %a.1 = f32[16]{{0:T(128)}} all-gather(%p), channel_id=7, dimensions={{0}}
 }}
 
-%finish (p: f32[4]) -> f32[16] {{
+%async_collective_fusion.1 (p: f32[4]) -> f32[16] {{
   ROOT %a.2 = f32[16]{{0:T(128)}} all-gather(%p), channel_id=7, dimensions={{0}}
+}}
+
+%finish (p: f32[4]) -> f32[16] {{
+  ROOT %a.3 = f32[16]{{0:T(128)}} all-gather(%p), channel_id=7, dimensions={{0}}
 }}
 
 %body (p: (f32[4], s32[])) -> (f32[4], s32[]) {{
@@ -86,8 +90,9 @@ def tpu_like(*, end="constant(12)", start="constant(0)", step="constant(1)"):
   %k = f32[4]{{0}} custom-call(%x), custom_call_target="kernel", frontend_attributes={{settings={{
 "block": "{{\\"q\\": 128}}"
 }}}}, metadata={{op_name="kernel"}}
-  %f = f32[16]{{0}} fusion(%x), kind=kOutput, calls=%begin
-  %g = f32[16]{{0}} fusion(%x), kind=kOutput, calls=%finish
+  %async-collective-start = f32[16]{{0}} fusion(%x), kind=kCustom, calls=%begin
+  %f = f32[16]{{0}} fusion(%x), kind=kOutput, calls=%async_collective_fusion.1
+  %async-collective-done = f32[16]{{0}} fusion(%x), kind=kCustom, calls=%finish
   %next = s32[]{{:T(128)}} add(%i, %one), metadata={{op_name="add"}}
   ROOT %t = (f32[4]{{0}}, s32[]) tuple(%x, %next)
 }}
@@ -113,7 +118,7 @@ ENTRY %main (x: f32[4]) -> f32[4] {{
 def test_a_loop_without_a_count_runs_as_often_as_its_counter_says():
     found = traffic(tpu_like())
     assert found.unknown_loops == 0
-    assert found.count == {"all-gather": 12}, "one channel in two fusions is one collective"
+    assert found.count == {"all-gather": 12}, "what starts, goes on and ends is one collective"
     assert found.bytes == {"all-gather": 12 * 64}
     assert traffic(tpu_like(start="constant(3)", step="constant(2)")).count == {"all-gather": 5}
     assert traffic(tpu_like(end="constant(0)")).count["all-gather"] == 0
@@ -162,3 +167,18 @@ ENTRY %main (p: f32[4]) -> f32[4] {{
 def test_text_without_a_program_is_refused():
     with pytest.raises(ValueError, match="no ENTRY"):
         traffic("nothing")
+
+
+def test_collectives_of_one_channel_count_each():
+    text = """HloModule made_up
+
+ENTRY %main (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  %keys = f32[16]{0} all-gather(%p), channel_id=1, dimensions={0}
+  %values = f32[16]{0} all-gather(%p), channel_id=1, dimensions={0}
+  ROOT %turned = f32[4]{0} collective-permute(%p), channel_id=1, source_target_pairs={{0,1}}
+}
+"""
+    found = traffic(text)
+    assert found.count == {"all-gather": 2, "collective-permute": 1}
+    assert found.bytes == {"all-gather": 2 * 64, "collective-permute": 16}
