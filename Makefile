@@ -7,7 +7,7 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test unit test-aot lint format types demo docs constraints clean
+.PHONY: help setup test unit test-aot test-aot-tpu test-aot-gpu lint format types demo docs constraints clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' '$(firstword $(MAKEFILE_LIST))'
@@ -20,11 +20,11 @@ test: lint types unit ## everything that has to pass: lint, types and the tests
 unit: setup ## the tests alone; PYTEST_ARGS="-k snapkv" chooses some
 	'$(BIN)/python' -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
-test-aot: ## compile every kernel for TPU v5e and v6e and for H200, without the devices
-	@sh scripts/setup_aot.sh tpu
-	KVJAX_KERNELS=tpu .venv-aot-tpu/bin/python -m pytest --confcutdir=tests/aot tests/aot
-	@sh scripts/setup_aot.sh gpu
-	KVJAX_KERNELS=gpu .venv-aot-gpu/bin/python -m pytest --confcutdir=tests/aot tests/aot
+test-aot: test-aot-tpu test-aot-gpu ## compile every kernel for TPU v5e and v6e and for H200, without the devices
+
+test-aot-tpu test-aot-gpu: test-aot-%: # side by side with make -j2 test-aot
+	@sh scripts/setup_aot.sh $*
+	KVJAX_KERNELS=$* .venv-aot-$*/bin/python -m pytest --confcutdir=tests/aot tests/aot
 
 lint: setup ## ruff's rules and its formatting
 	'$(BIN)/python' -m ruff check .
