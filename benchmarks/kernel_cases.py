@@ -248,11 +248,15 @@ def removal_error(function: Callable[..., Any], size: Size) -> Case:
     def call(*arguments: Any, implementation: str | None) -> Any:
         return function(*arguments, joint=True, implementation=implementation)
 
+    def agree(_: tuple[Any, ...], found: Any, wanted: Any) -> None:
+        close(found * size.tokens, wanted * size.tokens)  # errors are of the order of a weight
+
     rows = size.batch * size.kv_heads
     item = jnp.dtype(size.dtype).itemsize
     return Case(
         make=make,
         call=call,
+        agree=agree,
         bytes=rows * size.tokens * (4.0 * group + item * size.head_dim + 4)
         + 4.0 * size.kv_heads * wide**2,
         flops=rows * size.tokens * float(wide) ** 2,

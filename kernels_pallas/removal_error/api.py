@@ -11,7 +11,9 @@ from kernels_pallas.dispatch import Operation
 from kernels_pallas.window_scores import window_scores
 
 _OPERATION = Operation(
-    "removal_error", "kernels_pallas.removal_error", ("reference", "blockwise", "mosaic_tpu")
+    "removal_error",
+    "kernels_pallas.removal_error",
+    ("reference", "blockwise", "mosaic_tpu", "mosaic_gpu"),
 )
 
 
@@ -24,7 +26,7 @@ def removal_error(
     *,
     joint: bool,
     tau: float = 1.0,
-    implementation: Literal["reference", "blockwise", "mosaic_tpu"] | None = None,
+    implementation: Literal["reference", "blockwise", "mosaic_tpu", "mosaic_gpu"] | None = None,
 ) -> Float[Array, "B N S"]:
     """What each query head's output, or jointly a query group's, loses with each entry.
 

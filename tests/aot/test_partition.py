@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from benchmarks.hlo import traffic
 from kernels_pallas.gather_compact import compact
 from kernels_pallas.ragged_decode import decode_attention
+from kernels_pallas.removal_error import removal_error
 from kernels_pallas.retention_attention import retention_attention
 from kernels_pallas.select import keep_mask, kept_indices
 from kernels_pallas.window_scores import window_scores
@@ -64,6 +65,21 @@ def test_a_layer_is_scored_and_selected(compile_for):
     specs = (array(B, K * G, 32, D), array(B, K, 4096, D), integers(B, 32), integers(B, K, 4096))
     over = (HEADS, HEADS, ROWS, HEADS, HEADS)
     compiled = compile_for(run, *specs, integers(B, K), over=over)
+    assert KERNEL in compiled.text
+    assert not traffic(compiled.text).count
+
+
+def test_removal_errors(compile_for):
+    numbers = partial(array, dtype=jnp.float32)
+    specs = (
+        numbers(B, K, G, 4096),
+        array(B, K, 4096, D),
+        integers(B, K, 4096),
+        integers(B),
+        numbers(K, G * D, G * D),
+    )
+    over = (HEADS, HEADS, HEADS, ROWS, PartitionSpec("tensor"))
+    compiled = compile_for(partial(removal_error, joint=True), *specs, over=over)
     assert KERNEL in compiled.text
     assert not traffic(compiled.text).count
 

@@ -1,4 +1,4 @@
-"""Removal errors: blocks and the TPU kernel, simulated, against a softmax without the entry."""
+"""Removal errors: blocks and the kernels, simulated, against a softmax without the entry."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas import lowering
-from kernels_pallas.removal_error import pallas_mosaic_tpu, reference, removal_error, restkv_scores
+from kernels_pallas.removal_error import (
+    mosaic_gpu_outputs,
+    pallas_mosaic_tpu,
+    reference,
+    removal_error,
+    restkv_scores,
+)
 from kernels_pallas.window_scores import window_scores
 
-IMPLEMENTATIONS = ["reference", "blockwise", "mosaic_tpu"]
+IMPLEMENTATIONS = ["reference", "blockwise", "mosaic_tpu", "mosaic_gpu"]
 
 # (batch, KV heads, group, slots, head size), dtype, joint, tau, columns of the factor
 CASES = {
@@ -26,9 +32,12 @@ CASES = {
 
 
 @pytest.fixture(autouse=True)
-def fresh_simulator():
+def fresh_simulators():
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
     yield
     pltpu.reset_tpu_interpret_mode_state()
+    gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
 def inputs(sizes, dtype, joint, columns, seed=0):
@@ -84,8 +93,12 @@ def defined(weights, values, positions, before, factor, *, joint, tau):
     return found[:, :, 0] if joint else found.reshape(batch, -1, slots)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", CASES)
+def all_but_what_is_declined():
+    pairs = [(name, implementation) for name in CASES for implementation in IMPLEMENTATIONS]
+    return [pair for pair in pairs if pair != ("no_factor", "mosaic_gpu")]
+
+
+@pytest.mark.parametrize(("name", "implementation"), all_but_what_is_declined())
 def test_errors_equal_the_definition(name, implementation):
     sizes, dtype, joint, tau, columns = CASES[name]
     given = inputs(sizes, dtype, joint, columns)
@@ -105,6 +118,40 @@ def test_blocks_of_values_come_from_vmem_or_again_from_hbm_without_races(kept):
         )
     expected = defined(*given, joint=joint, tau=tau)
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "joint", "tau"),
+    [
+        ((1, 1, 3, 600, 16), jnp.float32, True, 0.5),  # several blocks of slots
+        ((1, 1, 8, 257, 64), jnp.bfloat16, True, 1.0),  # more tiles than are held at once
+        ((1, 1, 2, 96, 128), jnp.float32, False, 1.0),  # tiles in two pieces
+        ((2, 2, 1, 40, 80), jnp.bfloat16, True, 1.0),
+    ],
+)
+def test_the_gpu_kernels_have_no_races(sizes, dtype, joint, tau, monkeypatch, capfd):
+    monkeypatch.setattr(mosaic_gpu_outputs, "_PROGRAMS", 1)  # all blocks in one program
+    given = inputs(sizes, dtype, joint, sizes[2] * sizes[4] if joint else sizes[4])
+    with lowering.interpreting(detect_races=True):
+        found = removal_error(*given, joint=joint, tau=tau, implementation="mosaic_gpu")
+    expected = defined(*given, joint=joint, tau=tau)
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-6)
+    assert "RACE" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "columns", "said"),
+    [
+        ((1, 1, 1, 8, 64), jnp.float32, None, "no factor: allowed is one"),
+        ((1, 1, 1, 8, 64), jnp.float16, 64, "float16: allowed are bfloat16 and float32"),
+        ((1, 1, 1, 8, 72), jnp.float32, 72, "head size 72: allowed are multiples of 16 up to 128"),
+        ((1, 1, 17, 8, 16), jnp.float32, 272, "17 query heads per KV head: allowed are up to 16"),
+    ],
+)
+def test_the_gpu_kernel_declines_with_a_reason(sizes, dtype, columns, said):
+    given = inputs(sizes, dtype, True, columns)
+    with pytest.raises(NotImplementedError, match=said):
+        removal_error(*given, joint=True, implementation="mosaic_gpu")
 
 
 def test_restkv_scores_are_the_errors_of_the_averaged_attention():
