@@ -121,7 +121,13 @@ def _keys_kernel(
         plgpu.set_max_registers(240, action="increase")
         start = block * OWN + me * ROWS
         mine = pl.ds(start, ROWS)
-        k_smem, v_smem, decays_smem, held_smem = (array.at[me] for array in own)
+
+        def owned() -> tuple[Any, ...]:
+            # The warpgroup's number is asked for anew where it is used: the descriptors of these
+            # tiles would be kept over the loop otherwise, in registers that sums and weights need.
+            return tuple(array.at[lax.axis_index("warpgroup")] for array in own)
+
+        k_smem, v_smem, decays_smem, held_smem = owned()
         arrived = own_here.at[me]
         plgpu.copy_gmem_to_smem(keys.at[batch, head, mine], k_smem, arrived)
         plgpu.copy_gmem_to_smem(values.at[batch, head, mine], v_smem, arrived)
@@ -135,6 +141,7 @@ def _keys_kernel(
             index = first + lax.div(step, jnp.int32(group))
             plgpu.barrier_wait(here.at[slot])
             q, d_o = q_smem.at[slot], d_out_smem.at[slot]
+            k_smem, v_smem, decays_smem, held_smem = owned()
             offset = index * STEP - start
 
             def of_queries(which: int) -> Array:
