@@ -124,6 +124,7 @@ ODD = {
     "bfloat16_80": Size(tokens=640, heads=4, kv_heads=4, head_dim=80),
     "float32_64": Size(tokens=300, heads=8, kv_heads=1, head_dim=64, dtype="float32"),
 }
+WIDE = Size(tokens=300, heads=4, kv_heads=2, dtype="float32")
 FEW = {name: dataclasses.replace(size, queries=5) for name, size in ODD.items()}
 ONE = {
     name: dataclasses.replace(size, queries=1, tokens=-(-size.tokens // 16) * 16)
@@ -186,14 +187,14 @@ OPERATIONS = {
         case=cases.decode_attention,
         sizes=sizes_of("ragged_decode", CACHES),
         small=dataclasses.replace(LITTLE, queries=1),
-        checks=ONE,
+        checks=ONE | {"odd_slots": Size(tokens=1001, queries=1)},
     ),
     "decode_mass": Operation(
         function="kernels_pallas.ragged_decode:decode_mass",
         case=cases.decode_mass,
         sizes=sizes_of("ragged_decode", CACHES),
         small=dataclasses.replace(LITTLE, queries=1),
-        checks=ONE,
+        checks=ONE | {"odd_slots": Size(tokens=1001, queries=1)},
     ),
     "paged_attention": Operation(
         function="kernels_pallas.ragged_decode:paged_attention",
@@ -207,14 +208,14 @@ OPERATIONS = {
         case=cases.retention_attention,
         sizes=sizes_of("retention_attention", PROMPTS),
         small=LITTLE,
-        checks=ODD,
+        checks=ODD | {"float32_128": WIDE},
     ),
     "retention_gradient": Operation(
         function="kernels_pallas.retention_attention:retention_attention",
         case=cases.retention_gradient,
         sizes=sizes_of("retention_attention", PROMPTS),
         small=LITTLE,
-        checks=ODD,
+        checks=ODD | {"float32_128": WIDE},
     ),
     "occupancy": Operation(
         function="kernels_pallas.occupancy:occupancy",

@@ -1,12 +1,8 @@
-"""How the GPU kernel of the pooled maximum divides its work, and what the tensor cores get."""
+"""How the GPU kernel of the pooled maximum divides its work."""
 
 from __future__ import annotations
 
 import dataclasses
-
-import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array
 
 HELD = 64  # keys of a warpgroup: rows of a wgmma
 WARPGROUPS = 2  # that compute
@@ -37,12 +33,3 @@ def choose(tiles: int, length: int, bytes_per_token: int, streamed: bool) -> Blo
     most = -(-length // queries)
     splits = max(1, min(2 * _PROCESSORS // tiles, most, 8))
     return Blocks(queries=queries, stages=stages, splits=splits)
-
-
-def halves(array: Array) -> list[Array]:
-    """bfloat16 as it is; float32 as a sum of two."""
-    if array.dtype == jnp.bfloat16:
-        return [array]
-    # Not a cast there and back, which XLA leaves out.
-    high = lax.reduce_precision(array, exponent_bits=8, mantissa_bits=7)
-    return [high.astype(jnp.bfloat16), (array - high).astype(jnp.bfloat16)]

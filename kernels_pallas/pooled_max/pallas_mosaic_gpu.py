@@ -30,8 +30,9 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas import lowering
 from kernels_pallas.attention.blocks import pad_to
+from kernels_pallas.halves import halves, products
 from kernels_pallas.partition import partitioned
-from kernels_pallas.pooled_max.mosaic_gpu_blocks import HELD, WARPGROUPS, Blocks, choose, halves
+from kernels_pallas.pooled_max.mosaic_gpu_blocks import HELD, WARPGROUPS, Blocks, choose
 from kernels_pallas.pooled_max.pairs import Rule, Tensors
 from kernels_pallas.pooled_max.parts import AXES, NOBODY, join, query_ranges, rows
 from kernels_pallas.retention_attention.segments import Tokens
@@ -290,9 +291,8 @@ class _Body:
         queries = [ref.at[slot].transpose((1, 0)) for ref in scratch["queries"]]
 
         def multiply(sum_ref: Any) -> Array:
-            for first in range(self.terms):
-                for second in range(self.terms - first):
-                    plgpu.wgmma(sum_ref, keys[first], queries[second])
+            for first, second in products(self.terms):
+                plgpu.wgmma(sum_ref, keys[first], queries[second])
             return sum_ref[...]
 
         return pl.run_scoped(multiply, plgpu.ACC((HELD, self.blocks.queries), jnp.float32))

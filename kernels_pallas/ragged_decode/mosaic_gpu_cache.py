@@ -1,11 +1,16 @@
-"""Where the slots of a padded or paged cache lie for TMA: one array of rows."""
+"""Where the slots of a padded or paged cache lie for TMA: one array of rows.
+
+Copies into swizzled tiles see the array as tiles of 8 rows, and Pallas has no such view of one that
+ends within a tile (nor of a part of an array). A head of a padded cache may begin and end within
+tiles, but all heads' slots together fill them; to pad the others would copy the cache in each step.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from kernels_pallas.attention.blocks import pad_to
 from kernels_pallas.ragged_decode import reference
@@ -32,6 +37,17 @@ class Cache:
     def whole_heads(self) -> bool:
         """Whether blocks can end where a head ends; else they read on into the next head's."""
         return self.slots % 8 == 0 and self.slots >= BLOCK
+
+    def logit_columns(self, heads: int) -> Int[Array, "N S"]:
+        """Where each slot's logit is among those of its head's blocks, which begin at rows of 8.
+
+        A block that would end behind the last row begins earlier, by as many columns.
+        """
+        base = jnp.arange(heads, dtype=jnp.int32)[:, None] * self.slots
+        slot = jnp.arange(self.slots, dtype=jnp.int32)[None]
+        first = (slot + base % 8) // BLOCK * BLOCK
+        begins = jnp.minimum(base - base % 8 + first, self.positions.shape[0] - BLOCK)
+        return first + slot - (begins - base)
 
 
 def padded(keys: Array, values: Array, positions: Array) -> Cache:

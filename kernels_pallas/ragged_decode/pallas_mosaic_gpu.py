@@ -129,10 +129,6 @@ def _attend(
             f"logits of {wanted} queries per KV head: allowed are up to 8, beyond that a second "
             "pass over the keys moves fewer bytes"
         )
-    if with_logits and cache.table is None and not cache.whole_heads:
-        raise NotImplementedError(
-            f"logits of {cache.slots} slots: allowed are multiples of 8 from {BLOCK} on"
-        )
     shape = Shared(
         size=size,
         dtype=dtype,
@@ -152,7 +148,10 @@ def _attend(
     if not with_logits:
         return *result, None
     written = results[2][:, :wanted].reshape(batch, kv_heads, wanted, -1)
-    if cache.table is None and cache.slots % BLOCK:
+    if cache.table is None and not cache.whole_heads:
+        at = cache.logit_columns(batch * kv_heads).reshape(batch, kv_heads, 1, -1)
+        written = jnp.take_along_axis(written, at, axis=3)
+    elif cache.table is None and cache.slots % BLOCK:
         # The last block ends with the slots, and its first columns belong to the one before.
         before = cache.slots // BLOCK * BLOCK
         last = written[..., 2 * before + BLOCK - cache.slots :]

@@ -10,6 +10,11 @@ Beside plain attention a tile that needs no mask costs one multiply-add per pair
 tile's first key, (i - j) b_j is (i - k0) b_j - (j - k0) b_j, whose second part comes made. The two
 cancel to 2^-17 b_j at worst, next to e^(b_j) for the weight. Tiles on the diagonal take (i - j) b_j
 itself, so that a token's own logit is exact.
+
+float32 comes in halves, cut by XLA beforehand, and a product is three of bfloat16: off by 2^-16 of
+|a| |b| at most, fit for training. One of tf32 would be off by 2^-11, and takes no operand that lies
+transposed, as values do here and queries, keys and d_out in the backward pass. Halves take twice
+the shared memory, so that above head size 64 tiles are half as wide.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas import lowering
+from kernels_pallas import halves, lowering
 from kernels_pallas.attention.blocks import pad_to
 from kernels_pallas.attention.mask import NO_WINDOW
 from kernels_pallas.partition import partitioned
@@ -33,16 +38,19 @@ from kernels_pallas.retention_attention import tiles
 from kernels_pallas.retention_attention.wgmma import (
     accumulate,
     along_rows,
+    as_parts,
     drain,
+    fetch,
     filled,
     logits,
     product,
-    transforms,
+    shared,
+    split,
+    transposed,
 )
 
 ROWS = 64  # of queries per warpgroup, the height of a wgmma
 QUERY_BLOCK = 2 * ROWS
-KEY_BLOCK = 128
 LOG2E = math.log2(math.e)
 
 
@@ -54,7 +62,7 @@ def retention_attention(
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""] = NO_WINDOW,
 ) -> Float[Array, "B H T D"]:
-    """As the reference, of 16-bit tensors; weights are rounded to their type for the product."""
+    """As the reference; for the product weights are rounded as the values are."""
     length, size = queries.shape[2:]
     inputs = _padded(queries, keys, values, log_beta, segments, window)
     with jax.named_scope("retention_attention"):
@@ -87,10 +95,9 @@ def _padded(
     window: int | Array,
 ) -> tuple[Array, ...]:
     """Whole blocks of tokens, and head sizes that a swizzle divides (80 becomes 96)."""
-    if queries.dtype not in (jnp.bfloat16, jnp.float16):
+    if queries.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise NotImplementedError(
-            f"queries are {queries.dtype}: tensor cores read values, which are not transposed, "
-            "only as bfloat16 or float16"
+            f"queries are {queries.dtype}: allowed are bfloat16, float16 and float32"
         )
     lowering.decline_wrong_masks()
     if queries.shape[3] > 128:
@@ -147,11 +154,13 @@ def forward(
 ) -> tuple[Float[Array, "B H T D"], Float[Array, "B H T"]]:
     """Output and log-sum-exp of whole blocks."""
     batch, heads, length, size = queries.shape
-    stages = 2 if size > 64 else 4
-    ranges = tiles.key_ranges(segments, QUERY_BLOCK, KEY_BLOCK, window)
-    columns = decay_columns(log_beta, KEY_BLOCK)
-    dtype, layout = queries.dtype, transforms(size)
-    tile = plgpu.SMEM((stages, KEY_BLOCK, size), dtype, transforms=layout)
+    dtype, in_parts = queries.dtype, [as_parts(array) for array in (queries, keys, values)]
+    parts = halves.count(dtype)
+    stages = 2 if parts * size > 64 else 4
+    block = 128 if parts * size <= 128 else 64
+    ranges = tiles.key_ranges(segments, QUERY_BLOCK, block, window)
+    columns = decay_columns(log_beta, block)
+    tile = shared((stages, parts, block, size), in_parts[0].dtype)
     kernel = plgpu.kernel(
         functools.partial(_forward_kernel, scale=scale * LOG2E, stages=stages, decayed=decayed),
         out_type=(
@@ -159,16 +168,19 @@ def forward(
             jax.ShapeDtypeStruct(queries.shape[:3], jnp.float32),
         ),
         scratch_types=(
-            plgpu.SMEM((2, ROWS, size), dtype, transforms=layout),
+            # The output leaves from where the queries came in.
+            plgpu.RefUnion(
+                shared((2, parts, ROWS, size), in_parts[0].dtype), shared((2, ROWS, size), dtype)
+            ),
             tile,
             tile,
-            plgpu.SMEM((stages, 2, KEY_BLOCK), jnp.float32),
-            plgpu.SMEM((stages, KEY_BLOCK), jnp.int32),
+            plgpu.SMEM((stages, 2, block), jnp.float32),
+            plgpu.SMEM((stages, block), jnp.int32),
             plgpu.SMEM((2, ROWS), jnp.int32),
             plgpu.SMEM((2, ROWS), jnp.float32),
-            plgpu.Barrier(num_arrivals=2, num_barriers=2),
-            plgpu.Barrier(num_arrivals=3, num_barriers=stages),
-            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_arrivals=parts + 1, num_barriers=2),
+            plgpu.Barrier(num_arrivals=parts + 2, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=parts, num_barriers=stages),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_arrivals=2),
@@ -180,7 +192,7 @@ def forward(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=lowering.gpu_interpret(),
     )
-    return kernel(ranges.reshape(-1), window.reshape(1), queries, keys, values, columns, segments)
+    return kernel(ranges.reshape(-1), window.reshape(1), *in_parts, columns, segments)
 
 
 def _forward_kernel(
@@ -214,11 +226,11 @@ def _forward_kernel(
     batch, head = lax.axis_index("batch"), lax.axis_index("heads")
     me = lax.axis_index("warpgroup")
     # The last queries have the most keys: they go first, so that no long block is left at the end.
-    block = queries.shape[2] // QUERY_BLOCK - 1 - lax.axis_index("blocks")
-    at = (batch * (queries.shape[2] // QUERY_BLOCK) + block) * 4
+    block = out.shape[2] // QUERY_BLOCK - 1 - lax.axis_index("blocks")
+    at = (batch * (out.shape[2] // QUERY_BLOCK) + block) * 4
     first, last = ranges[at], ranges[at + 3]
     steps = last - first
-    size = queries.shape[3]
+    size, key_block = out.shape[3], keys_smem.shape[2]
     by_row = plgpu.Layout.WGMMA.reduce(1)
 
     def take_turns() -> None:
@@ -230,8 +242,8 @@ def _forward_kernel(
         plgpu.set_max_registers(232, action="increase")
         start = block * QUERY_BLOCK + me * ROWS
         mine = pl.ds(start, ROWS)
-        q_smem, arrived = rows_smem.at[me], rows_here.at[me]
-        plgpu.copy_gmem_to_smem(queries.at[batch, head, mine], q_smem, arrived)
+        (q_smem, out_smem), arrived = (array.at[me] for array in rows_smem), rows_here.at[me]
+        fetch(queries, (batch, head, mine), q_smem, arrived)
         plgpu.copy_gmem_to_smem(segments.at[batch, mine], row_segments_smem.at[me], arrived)
         plgpu.barrier_wait(arrived)
         full_first, full_last = ranges[at + 1], ranges[at + 2]
@@ -242,13 +254,13 @@ def _forward_kernel(
             slot = lax.rem(step, jnp.int32(stages))
             plgpu.barrier_wait(keys_here.at[slot])
 
-            products = product(q_smem, keys_smem.at[slot].transpose((1, 0)), take_turns)
+            products = product(q_smem, transposed(keys_smem.at[slot]), take_turns)
             index = first + step
             found = logits(
                 products,
                 scale=scale,
                 full=(index >= full_first) & (index < full_last),
-                offset=start - index * KEY_BLOCK,
+                offset=start - index * key_block,
                 window=seen_window,
                 asking=row_segments_smem.at[me],
                 held=segments_smem.at[slot],
@@ -260,7 +272,7 @@ def _forward_kernel(
             weights = jnp.exp2(found - along_rows(now, found.shape))
             sum_out = sum_out * along_rows(shrink, (ROWS, size))
             total = total * shrink + weights.sum(axis=1)
-            rounded = weights.astype(queries.dtype)
+            rounded = split(weights, out.dtype)
             # The softmax is done before the other warpgroup is let at the tensor cores.
             sum_out, total, now, rounded = lax.optimization_barrier((sum_out, total, now, rounded))
             plgpu.barrier_arrive(turn)
@@ -285,29 +297,29 @@ def _forward_kernel(
         )
         pl.when(me == 0)(take_turns)
         inverse = 1.0 / jnp.maximum(total, 1e-30)
-        q_smem[...] = (sum_out * along_rows(inverse, (ROWS, size))).astype(queries.dtype)
+        out_smem[...] = (sum_out * along_rows(inverse, (ROWS, size))).astype(out.dtype)
         lse_smem.at[me][...] = jnp.log(total) + largest * math.log(2.0)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(q_smem, out.at[batch, head, mine])
+        plgpu.copy_smem_to_gmem(out_smem, out.at[batch, head, mine])
         plgpu.copy_smem_to_gmem(lse_smem.at[me], lse.at[batch, head, mine])
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(me == 2)
     def copy() -> None:
         plgpu.set_max_registers(40, action="decrease")
-        held = lax.div(head, jnp.int32(queries.shape[1] // keys.shape[1]))
+        held = lax.div(head, jnp.int32(out.shape[1] // keys.shape[2]))
 
         @pl.loop(0, steps)
         def ahead(step: Array) -> None:
             slot = lax.rem(step, jnp.int32(stages))
-            some = pl.ds((first + step) * KEY_BLOCK, KEY_BLOCK)
+            some = pl.ds((first + step) * key_block, key_block)
 
             @pl.when(step >= stages)
             def wait_keys() -> None:
                 plgpu.barrier_wait(keys_free.at[slot])
 
             arrived = keys_here.at[slot]
-            plgpu.copy_gmem_to_smem(keys.at[batch, held, some], keys_smem.at[slot], arrived)
+            fetch(keys, (batch, held, some), keys_smem.at[slot], arrived)
             plgpu.copy_gmem_to_smem(
                 columns.at[batch, held, :, some], columns_smem.at[slot], arrived
             )
@@ -317,9 +329,7 @@ def _forward_kernel(
             def wait_values() -> None:
                 plgpu.barrier_wait(values_free.at[slot])
 
-            plgpu.copy_gmem_to_smem(
-                values.at[batch, held, some], values_smem.at[slot], values_here.at[slot]
-            )
+            fetch(values, (batch, held, some), values_smem.at[slot], values_here.at[slot])
 
         drain(steps, stages, keys_free)
         drain(steps, stages, values_free)

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas import lowering
+from kernels_pallas import halves, lowering
 from kernels_pallas.retention_attention import tiles
 from kernels_pallas.retention_attention.pallas_mosaic_gpu import LOG2E, ROWS
 from kernels_pallas.retention_attention.wgmma import (
@@ -27,15 +27,22 @@ from kernels_pallas.retention_attention.wgmma import (
     along_columns,
     along_rows,
     drain,
+    fetch,
     filled,
     iota,
     product,
-    transforms,
+    shared,
+    split,
+    transposed,
 )
 
 OWN = 2 * ROWS  # rows of a block of threads: queries of the one kernel, keys of this one
-STEP = 64  # tokens of the other side at a time
 STAGES = 2
+
+
+def tokens_of_step(queries: Array) -> int:
+    """Of the other side at a time, whose two tensors come in two stages, for these queries."""
+    return 64 if halves.count(queries.dtype) * queries.shape[3] <= 128 else 32
 
 
 def keys_gradients(
@@ -44,19 +51,28 @@ def keys_gradients(
     log_beta: Float[Array, "B K T"],
     segments: Int[Array, "B T"],
     window: Int[Array, ""],
+    *,
+    step: int,
+    dtype: Any,
 ) -> tuple[Array, Array, Array]:
-    """Of keys, values and log_beta, from queries, d_out, rows, keys and values."""
-    keys = tensors[3]
-    batch, kv_heads, length, size = keys.shape
-    ranges = tiles.query_ranges(segments, STEP, OWN, window)
-    layout = transforms(size)
-    own = plgpu.SMEM((2, ROWS, size), keys.dtype, transforms=layout)
-    other = plgpu.SMEM((STAGES, STEP, size), keys.dtype, transforms=layout)
+    """Of keys, values and log_beta, from queries, d_out, rows, keys and values in parts.
+
+    `step` is the number of queries at a time, and `dtype` the type of the gradients.
+    """
+    operand = tensors[3].dtype
+    parts, batch, kv_heads, length, size = tensors[3].shape
+    ranges = tiles.query_ranges(segments, step, OWN, window)
+    gradient = jax.ShapeDtypeStruct((batch, kv_heads, length, size), dtype)
+    # The gradients leave from where keys and values came in.
+    own = plgpu.RefUnion(
+        shared((2, parts, ROWS, size), operand, step), shared((2, ROWS, size), dtype)
+    )
+    other = shared((STAGES, parts, step, size), operand, step)
     kernel = plgpu.kernel(
         functools.partial(_keys_kernel, scale=scale),
         out_type=(
-            jax.ShapeDtypeStruct(keys.shape, keys.dtype),
-            jax.ShapeDtypeStruct(keys.shape, keys.dtype),
+            gradient,
+            gradient,
             jax.ShapeDtypeStruct(log_beta.shape, jnp.float32),
         ),
         scratch_types=(
@@ -64,11 +80,11 @@ def keys_gradients(
             (
                 other,
                 other,
-                plgpu.SMEM((STAGES, 3, STEP), jnp.float32),
-                plgpu.SMEM((STAGES, STEP), jnp.int32),
+                plgpu.SMEM((STAGES, 3, step), jnp.float32),
+                plgpu.SMEM((STAGES, step), jnp.int32),
             ),
-            plgpu.Barrier(num_arrivals=4, num_barriers=2),
-            plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=2 * parts + 2, num_barriers=2),
+            plgpu.Barrier(num_arrivals=2 * parts + 2, num_barriers=STAGES),
             plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         ),
         grid=(kv_heads, length // OWN, batch),
@@ -108,12 +124,13 @@ def _keys_kernel(
     """
     batch, head = lax.axis_index("batch"), lax.axis_index("heads")
     me, block = lax.axis_index("warpgroup"), lax.axis_index("blocks")
-    at = (batch * (keys.shape[2] // OWN) + block) * 4
+    at = (batch * (d_keys.shape[2] // OWN) + block) * 4
     first, last = ranges[at], ranges[at + 3]
     count = last - first
-    group, size = queries.shape[1] // keys.shape[1], queries.shape[3]
-    shape = (ROWS, STEP)
+    group, size = queries.shape[2] // keys.shape[2], d_keys.shape[3]
     q_smem, d_out_smem, rows_smem, segments_smem = other
+    tokens = q_smem.shape[2]
+    shape = (ROWS, tokens)
 
     @pl.when(me < 2)
     def compute() -> None:
@@ -121,10 +138,18 @@ def _keys_kernel(
         plgpu.set_max_registers(240, action="increase")
         start = block * OWN + me * ROWS
         mine = pl.ds(start, ROWS)
-        k_smem, v_smem, decays_smem, held_smem = (array.at[me] for array in own)
+
+        def owned() -> list[Any]:
+            # The warpgroup's number is asked for anew where it is used: the descriptors of these
+            # tiles would be kept over the loop otherwise, in registers that sums and weights need.
+            me = lax.axis_index("warpgroup")
+            (k, d_k), (v, d_v), decays, held = own
+            return [array.at[me] for array in (k, v, decays, held, d_k, d_v)]
+
+        k_smem, v_smem, decays_smem, held_smem, d_keys_smem, d_values_smem = owned()
         arrived = own_here.at[me]
-        plgpu.copy_gmem_to_smem(keys.at[batch, head, mine], k_smem, arrived)
-        plgpu.copy_gmem_to_smem(values.at[batch, head, mine], v_smem, arrived)
+        fetch(keys, (batch, head, mine), k_smem, arrived)
+        fetch(values, (batch, head, mine), v_smem, arrived)
         plgpu.copy_gmem_to_smem(decays.at[batch, head, mine], decays_smem, arrived)
         plgpu.copy_gmem_to_smem(segments.at[batch, mine], held_smem, arrived)
         plgpu.barrier_wait(arrived)
@@ -135,7 +160,8 @@ def _keys_kernel(
             index = first + lax.div(step, jnp.int32(group))
             plgpu.barrier_wait(here.at[slot])
             q, d_o = q_smem.at[slot], d_out_smem.at[slot]
-            offset = index * STEP - start
+            k_smem, v_smem, decays_smem, held_smem = owned()[:4]
+            offset = index * tokens - start
 
             def of_queries(which: int) -> Array:
                 memory = rows_smem.at[slot, which]
@@ -145,7 +171,7 @@ def _keys_kernel(
                 # Read anew where it is used: there are no registers to keep it in.
                 return of_queries(2) + (offset - iota(shape, 0)).astype(jnp.float32)
 
-            found = product(k_smem, q.transpose((1, 0))) * (scale * LOG2E)
+            found = product(k_smem, transposed(q)) * (scale * LOG2E)
             decay = along_rows(plgpu.load(decays_smem, layout=BY_ROW), shape)
             found = found + age() * decay
 
@@ -162,12 +188,12 @@ def _keys_kernel(
             weights = jnp.exp2(found - of_queries(0))
             # The product starts at what would be subtracted from it.
             sum_values, d_weights = accumulate(
-                (sum_values, weights.astype(keys.dtype), d_o),
-                (of_queries(1), v_smem, d_o.transpose((1, 0))),
+                (sum_values, split(weights, d_keys.dtype), d_o),
+                (of_queries(1), v_smem, transposed(d_o)),
             )
             d_logits = weights * d_weights
             sum_decays = sum_decays + (d_logits * age()).sum(axis=1)
-            (sum_keys,) = accumulate((sum_keys, d_logits.astype(keys.dtype), q))
+            (sum_keys,) = accumulate((sum_keys, split(d_logits, d_keys.dtype), q))
             plgpu.barrier_arrive(free.at[slot])
             return sum_keys, sum_values, sum_decays
 
@@ -177,12 +203,12 @@ def _keys_kernel(
             visit,
             (filled((ROWS, size), 0.0), filled((ROWS, size), 0.0), filled((ROWS,), 0.0, BY_ROW)),
         )
-        k_smem[...] = (sum_keys * scale).astype(keys.dtype)
-        v_smem[...] = sum_values.astype(keys.dtype)
+        d_keys_smem[...] = (sum_keys * scale).astype(d_keys.dtype)
+        d_values_smem[...] = sum_values.astype(d_values.dtype)
         decays_smem[...] = sum_decays
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(k_smem, d_keys.at[batch, head, mine])
-        plgpu.copy_smem_to_gmem(v_smem, d_values.at[batch, head, mine])
+        plgpu.copy_smem_to_gmem(d_keys_smem, d_keys.at[batch, head, mine])
+        plgpu.copy_smem_to_gmem(d_values_smem, d_values.at[batch, head, mine])
         plgpu.copy_smem_to_gmem(decays_smem, d_log_beta.at[batch, head, mine])
         plgpu.wait_smem_to_gmem(0)
 
@@ -194,11 +220,11 @@ def _keys_kernel(
         def ahead(step: Array) -> None:
             slot = lax.rem(step, jnp.int32(STAGES))
             asking = head * group + lax.rem(step, jnp.int32(group))
-            some = pl.ds((first + lax.div(step, jnp.int32(group))) * STEP, STEP)
+            some = pl.ds((first + lax.div(step, jnp.int32(group))) * tokens, tokens)
             pl.when(step >= STAGES)(lambda: plgpu.barrier_wait(free.at[slot]))
+            fetch(queries, (batch, asking, some), q_smem.at[slot], here.at[slot])
+            fetch(d_out, (batch, asking, some), d_out_smem.at[slot], here.at[slot])
             for source, target in (
-                (queries.at[batch, asking, some], q_smem),
-                (d_out.at[batch, asking, some], d_out_smem),
                 (rows.at[batch, asking, :, some], rows_smem),
                 (segments.at[batch, some], segments_smem),
             ):

@@ -63,3 +63,9 @@ def test_the_mass_costs_one_kernel_and_no_second_pass(compile_for, shape, dtype,
     function = paged_mass if paged else decode_mass
     check(compile_for, function, SHAPES[shape], dtype, paged=paged, mass=True)
     assert dispatch.choices()[function.__name__].implementation.startswith("mosaic")
+
+
+@both
+def test_the_mass_of_heads_with_an_odd_number_of_slots_is_one_kernel(compile_for, dtype):
+    check(compile_for, decode_mass, DecodeShape(slots=1001), dtype, paged=False, mass=True)
+    assert dispatch.choices()["decode_mass"].implementation.startswith("mosaic")

@@ -151,6 +151,19 @@ def test_the_mass_is_the_softmax_over_slots_and_what_is_elsewhere(kernel, paged)
     (in_pages if paged else padded).check(kernel, paged=paged, mass=True)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(lengths=((100, 99, 33, 0, 50, 1, 64, 71),), group=1, slots=101, thread_blocks=16),
+        Case(lengths=((24, 7),), queries=2, slots=24),
+        Case(lengths=((60, 9, 31, 60),), slots=62, thread_blocks=8),
+    ],
+    ids=["over blocks", "in less than one", "each in two"],
+)
+def test_logits_of_heads_within_a_gpus_tiles_are_each_slots_own(case):
+    case.check("mosaic_gpu", paged=False, mass=True)
+
+
 @every_kernel
 @pytest.mark.parametrize("paged", [False, True], ids=["padded", "paged"])
 def test_no_copy_races_with_what_reads_it(kernel, paged):
