@@ -97,7 +97,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     for number in range(arguments.steps):
         key = jax.random.fold_in(jax.random.key(1), number)
         params, state, (left, gates) = step(params, state, model, on_device(next(rows)), key)
-        course.append({name: [1 - float(left[name]), float(gates[name])] for name in left})
+        course.append({name: short([1 - left[name], gates[name]]) for name in left})
         if number % 25 == 24:
             told = {name: round(float(np.median([one[name][0] for one in course[-25:]])), 3)
                     for name in left}  # fmt: skip
@@ -113,8 +113,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         for share in SHARES:
             told = measured(params, model, batch, key, jnp.float32(share))
             for name, (error, lost, _) in told.items():
-                pair = [np.asarray(one, np.float64).tolist() for one in (error, lost)]
-                found[name].setdefault(str(share), []).append(pair)
+                found[name].setdefault(str(share), []).append([short(error), short(lost)])
     rows.close()
     return {
         "commit": commit(),
@@ -127,6 +126,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "course": course,
         "found": found,
     }
+
+
+def short(numbers: Any) -> list[float]:
+    """In four digits: a file of all of them stays readable."""
+    return [float(f"{float(number):.4g}") for number in numbers]
 
 
 def gap_closed(pairs: list[list[list[float]]]) -> tuple[float, float, float, np.ndarray]:

@@ -1,10 +1,12 @@
-"""Text to hide things in: noise, made-up sentences, the standard library's prose, a file."""
+"""Text to hide things in: noise, made-up sentences, prose of Python and its libraries, a file."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import hashlib
+import importlib
+import inspect
 import itertools
 import random
 import re
@@ -13,7 +15,7 @@ from pathlib import Path
 
 from eval import sentences
 
-KINDS = ("noise", "sentences", "prose")
+KINDS = ("noise", "sentences", "prose", "docstrings")
 
 _NOISE = (
     "The grass is green. ",
@@ -22,6 +24,11 @@ _NOISE = (
     "Here we go. ",
     "There and back again.\n",
 )
+_DOCUMENTED = (
+    "numpy", "numpy.fft", "numpy.linalg", "numpy.ma", "numpy.random", "jax", "jax.lax", "jax.numpy",
+    "optax",
+)  # fmt: skip
+_ROLE = re.compile(r"(?::[\w:+-]+:)?`~?([^`<]*?)(?: <[^`]*>)?`_?")  # :func:`~jax.jit` or `jax.jit`
 _MIN_PROSE_WORDS = 12
 _PLAIN_WORD = re.compile(r"[\"'(]*[A-Za-z][A-Za-z'\-]*[\"').,;:]*")
 
@@ -56,7 +63,7 @@ class Haystack:
 
 
 def load(name: str) -> Haystack:
-    """The haystack called `name`: "noise", "sentences", "prose" or "file:PATH".
+    """The haystack called `name`: "noise", "sentences", "prose", "docstrings" or "file:PATH".
 
     Raises:
       ValueError: unknown name, or a file that is missing, not UTF-8 or has no text.
@@ -67,6 +74,8 @@ def load(name: str) -> Haystack:
         return _made_up()
     if name == "prose":
         return _prose()
+    if name == "docstrings":
+        return _docstrings()
     if name.startswith("file:"):
         return _file(Path(name.removeprefix("file:")).expanduser())
     raise ValueError(f"haystack {name!r}: allowed are {', '.join(KINDS)} and file:PATH")
@@ -85,6 +94,23 @@ def _prose() -> Haystack:
     # Topics quote one another: a paragraph is taken once.
     unique = tuple(dict.fromkeys(paragraphs))
     return Haystack("prose", _sentences(unique), False, "pydoc_data.topics of this Python")
+
+
+@functools.cache
+def _docstrings() -> Haystack:
+    """What the arrays' libraries say of their functions; no sentence of it is in "prose"."""
+    modules = [importlib.import_module(name) for name in _DOCUMENTED]
+    texts = [
+        inspect.getdoc(member) or ""
+        for module in modules
+        for name, member in sorted(vars(module).items())
+        if not name.startswith("_") and not inspect.ismodule(member)
+    ]
+    paragraphs = [p for text in texts for p in prose_paragraphs(_ROLE.sub(r"\1", text))]
+    versions = [f"{m.__name__} {m.__version__}" for m in modules if "." not in m.__name__]
+    unique = tuple(dict.fromkeys(p for p in paragraphs if not re.search(r"`|:\w+:", p)))
+    source = f"docstrings of {', '.join(versions)}"
+    return Haystack("docstrings", _sentences(unique), False, source)
 
 
 def _file(path: Path) -> Haystack:

@@ -22,6 +22,15 @@ def test_prose_reads_as_prose():
     ]
 
 
+def test_docstrings_read_as_prose_and_share_no_sentence_with_it():
+    docstrings, prose = haystacks.load("docstrings"), haystacks.load("prose")
+    text = "".join(docstrings.sentences)
+    assert len(text) > 200_000
+    assert not any(mark in text for mark in (">>>", ":func:", ":class:", "`", "==="))
+    assert not set(docstrings.sentences) & set(prose.sentences)
+    assert "numpy 2." in docstrings.source and "jax 0." in docstrings.source
+
+
 def test_prose_starts_elsewhere_with_another_seed():
     prose = haystacks.load("prose")
     assert next(prose.stream(random.Random(1))) != next(prose.stream(random.Random(2)))
@@ -38,6 +47,6 @@ def test_a_file_without_text_is_refused_with_its_name(tmp_path, content):
 
 def test_an_unknown_haystack_is_refused():
     with pytest.raises(
-        ValueError, match="'hay': allowed are noise, sentences, prose and file:PATH"
+        ValueError, match="'hay': allowed are noise, sentences, prose, docstrings and file:PATH"
     ):
         haystacks.load("hay")
