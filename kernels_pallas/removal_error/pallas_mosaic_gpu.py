@@ -31,8 +31,8 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas import lowering
 from kernels_pallas.attention.blocks import pad_to
+from kernels_pallas.halves import halves
 from kernels_pallas.partition import partitioned
-from kernels_pallas.pooled_max.mosaic_gpu_blocks import halves
 from kernels_pallas.removal_error.blockwise import odds
 from kernels_pallas.removal_error.mosaic_gpu_outputs import BLOCK, attention_outputs
 from kernels_pallas.removal_error.mosaic_gpu_products import add_products, swizzled
