@@ -66,7 +66,7 @@ class TrainConfig:
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)  # axis: size; -1: the rest
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: int = 10  # steps between lines of the metrics
-    explode: float = 20.0  # stop where the loss is so many times its recent median
+    explode: float = 20.0  # stop where the loss is so many times its recent largest
     seed: int = 0
     output: str = "runs/train"
 

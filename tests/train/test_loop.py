@@ -209,3 +209,12 @@ def test_a_report_draws_the_run(unbroken, capsys):
     assert capsys.readouterr().out.strip() == str(output / "report.html")
     assert "6 of 6 steps" in page and "capacity" in page and "<svg" in page
     assert "<script" not in page and "http" not in page
+
+
+def test_a_loss_explodes_where_it_is_far_above_all_recent_ones():
+    guard = loop._Guard(20.0)
+    mixture = [0.05, 0.1, 0.05, 0.1, 2.5] * 10  # needles, and now and then a row of text
+    assert [guard.check(loss) for loss in mixture] == [None] * 50
+    assert guard.check(3.0) is None
+    assert guard.check(100.0) == "the loss is 100, 33 times its recent largest"
+    assert guard.check(float("inf")) == "the loss is inf"
