@@ -20,6 +20,10 @@ from kvjax.policies.retention import retention_global
 from kvjax.policies.rope import rotate
 from kvjax.policies.snapkv import SnapKV
 
+# Of the policies that have a memory by name: of the size of the paper's, `MemoryConfig()`, and it
+# gives back up to four times as much (docs/results/memory_variants.md).
+PER_HEAD = MemoryConfig(phi="per_head", combine="lse", gate="per_head")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentMemory(Remainder):
@@ -131,15 +135,15 @@ def _written(memory: dict[str, Array]) -> latent.Written:
 def snapkv_memory(window: int = 32, kernel: int = 5) -> Policy:
     """SnapKV whose evicted entries go into a latent memory (`LatentMemory`).
 
-    Paper: IndexMem (arXiv 2605.25475), its ablation over selectors. Defaults: SnapKV's, and those
-    of `MemoryConfig`.
+    Paper: IndexMem (arXiv 2605.25475), its ablation over selectors. Defaults: SnapKV's, and a
+    memory per head (`PER_HEAD`); the paper's is `LatentMemory()`.
     """
     scorer = SnapKV(window=window, kernel=kernel)
     return Policy(
         name="snapkv+memory",
         scorer=scorer,
         protection=scorer.protection(),
-        remainder=LatentMemory(),
+        remainder=LatentMemory(config=PER_HEAD),
     )
 
 
@@ -153,13 +157,13 @@ def indexmem(
 ) -> Policy:
     """IndexMem: its learned indexer chooses, and a latent memory stands in for what is evicted.
 
-    Paper: IndexMem (arXiv 2605.25475); `indexmem-no-memory` with a `LatentMemory`. Defaults: those
-    of both.
+    Paper: IndexMem (arXiv 2605.25475); `indexmem-no-memory` with a `LatentMemory`. Defaults: the
+    indexer's, and a memory per head (`PER_HEAD`); the paper's is `LatentMemory()`.
     """
     policy = indexmem_no_memory(
         path=path, size=size, activation=activation, near=near, stride=stride
     )
-    return dataclasses.replace(policy, name="indexmem", remainder=LatentMemory())
+    return dataclasses.replace(policy, name="indexmem", remainder=LatentMemory(config=PER_HEAD))
 
 
 @register("retention-global+memory")
@@ -172,7 +176,10 @@ def retention_global_memory(
     """Global retention whose evicted entries go into a latent memory (`LatentMemory`).
 
     Papers: Make Each Token Count (arXiv 2605.09649), IndexMem (arXiv 2605.25475). Defaults:
-    those of "retention-global" and of `MemoryConfig`.
+    those of "retention-global", and a memory per head (`PER_HEAD`); the paper's is
+    `LatentMemory()`.
     """
     policy = retention_global(path=path, lookahead=lookahead, floor=floor, ceiling=ceiling)
-    return dataclasses.replace(policy, name="retention-global+memory", remainder=LatentMemory())
+    return dataclasses.replace(
+        policy, name="retention-global+memory", remainder=LatentMemory(config=PER_HEAD)
+    )
