@@ -17,6 +17,7 @@ import kvjax
 from kvjax.learned.indexer import IndexerConfig, init_indexer
 from kvjax.learned.memory import MemoryConfig, init_memory
 from kvjax.learned.retention import GateConfig, init_gates, per_layer
+from kvjax.policies.latent_memory import PER_HEAD
 from kvjax.policies.qfilters import calibrate
 from tests import oracle
 
@@ -87,7 +88,7 @@ def params(name: str, dtype: str = "float32") -> Any:
     """What a policy has learned of the tiny model; None for most."""
     alone = {"indexmem": "indexmem-no-memory"}.get(name, name.removesuffix("+memory"))
     if alone != name:
-        return {"scorer": params(alone, dtype), "memory": memory()}
+        return {"scorer": params(alone, dtype), "memory": memory(PER_HEAD)}
     if name.startswith("retention"):
         return retention_gates()
     if name.startswith("indexmem"):
