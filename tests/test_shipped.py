@@ -53,11 +53,10 @@ def test_a_policy_by_name_finds_a_needle_in_a_quarter_of_the_cache(default_model
     )
     prompt = prompter.prompt(sample)
     room = len(prompt.question) + 16
-    _, cache = kvjax.prefill(
-        model, [prompt.prefill], policy=policy, budget=0.25, room=room, params=params
-    )
-    logits, cache = kvjax.extend(model, cache, [prompt.question])
-    answer = kvjax.generate(model, cache, logits, max_new_tokens=16)
+    given = {"policy": policy, "params": params}
+    _, cache = kvjax.prefill(model, [prompt.prefill], budget=0.25, room=room, **given)
+    logits, cache = kvjax.extend(model, cache, [prompt.question], **given)
+    answer = kvjax.generate(model, cache, logits, max_new_tokens=16, **given)
     assert sample.answers[0] in tokenizer.decode(answer.tokens[0].tolist())
 
 
