@@ -22,9 +22,7 @@ _ARRAY = re.compile(r"\b([a-z]+[0-9a-z]*)\[([0-9,]*)\]")
 _CALLEES = re.compile(r"\b(?:body|to_apply|calls|condition)=([^,\s]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}|\b(?:true|false)_computation=([^,\s]+)")
 # Fusions of a TPU's program that carry on, or end, a collective that another one has started.
-_REPEATS = re.compile(
-    r"^\s+%?async-collective-done\b.* fusion\(|\bcalls=%?async_collective_fusion\b"
-)
+_REPEATS = re.compile(r"^\s+%?async-collective-done\b|\bcalls=%?async_collective_fusion\b")
 _CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
 _BODY = re.compile(r"\bbody=%?([\w.\-]+)")
 _OPERANDS = re.compile(r" while\(([^)]*)\)")
