@@ -27,7 +27,8 @@ from kernels_pallas.attention.mask import NO_WINDOW
 from kernels_pallas.column_attention.reference import Statistic
 from kernels_pallas.lowering import decline_wrong_masks, gpu_interpret
 from kernels_pallas.partition import partitioned
-from kernels_pallas.window_scores.pallas_mosaic_gpu_sweeps import product, swizzled
+from kernels_pallas.warpgroup import swizzled
+from kernels_pallas.window_scores.pallas_mosaic_gpu_sweeps import product
 
 _SLOTS, _QUERIES = 128, 64  # of one tile
 _FAR = 2**30

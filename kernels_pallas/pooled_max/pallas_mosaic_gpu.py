@@ -36,6 +36,7 @@ from kernels_pallas.pooled_max.mosaic_gpu_blocks import HELD, WARPGROUPS, Blocks
 from kernels_pallas.pooled_max.pairs import Rule, Tensors
 from kernels_pallas.pooled_max.parts import AXES, NOBODY, join, query_ranges, rows
 from kernels_pallas.retention_attention.segments import Tokens
+from kernels_pallas.warpgroup import swizzled
 
 
 @partitioned(AXES)
@@ -65,11 +66,7 @@ def pooled_max(
         pad_to(array, blocks.queries, 2) for array in (weights, offsets) if array is not None
     ]
     streamed = group < heads  # keys with their queries, as a tile needs those of several KV heads
-    swizzle = plgpu.find_swizzle(size * 16)
-    # (mypy takes the stubs in the transforms' base class for abstract methods.)
-    tiling: Any = plgpu.TilingTransform
-    swizzling: Any = plgpu.SwizzleTransform
-    transforms = (tiling((8, swizzle // 2)), swizzling(swizzle))
+    transforms = swizzled(size, jnp.bfloat16)
 
     def shared(copies: int, tokens: int) -> list[Any]:
         shape = (copies, tokens, size)

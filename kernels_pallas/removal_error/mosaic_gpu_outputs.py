@@ -18,8 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import lowering
-from kernels_pallas.removal_error.mosaic_gpu_products import swizzled
-from kernels_pallas.retention_attention.wgmma import BY_COLUMN, BY_ROW, TILE, along_rows, filled
+from kernels_pallas.warpgroup import BY_COLUMN, BY_ROW, TILE, along_rows, filled, swizzled
 
 BLOCK = 256  # slots that are copied at once
 _ROWS = 64  # slots of a tile

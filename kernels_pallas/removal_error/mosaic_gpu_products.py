@@ -14,13 +14,6 @@ from jaxtyping import Array
 from kernels_pallas import lowering
 
 
-def swizzled(columns: int, dtype: Any) -> tuple[Any, ...]:
-    """A layout in shared memory of tiles that are 8 rows of `columns`."""
-    pallas: Any = plgpu  # whose annotations make these classes abstract
-    item = jnp.dtype(dtype).itemsize
-    return pallas.TilingTransform((8, columns)), pallas.SwizzleTransform(columns * item)
-
-
 def add_products(total: Array, parts: Iterable[tuple[Array, Any, Any]]) -> Array:
     """total + sum of left (high + low) over `parts`, but for the product of two low halves."""
     if lowering.gpu_interpret() is not False:

@@ -35,8 +35,8 @@ from kernels_pallas.halves import halves
 from kernels_pallas.partition import partitioned
 from kernels_pallas.removal_error.blockwise import odds
 from kernels_pallas.removal_error.mosaic_gpu_outputs import BLOCK, attention_outputs
-from kernels_pallas.removal_error.mosaic_gpu_products import add_products, swizzled
-from kernels_pallas.retention_attention.wgmma import (
+from kernels_pallas.removal_error.mosaic_gpu_products import add_products
+from kernels_pallas.warpgroup import (
     BY_COLUMN,
     BY_ROW,
     TILE,
@@ -44,6 +44,7 @@ from kernels_pallas.retention_attention.wgmma import (
     along_rows,
     drain,
     filled,
+    swizzled,
 )
 
 _WARPGROUPS = 2  # that compute

@@ -37,17 +37,15 @@ from kernels_pallas.partition import partitioned
 from kernels_pallas.retention_attention import tiles
 from kernels_pallas.retention_attention.wgmma import (
     accumulate,
-    along_rows,
     as_parts,
-    drain,
     fetch,
-    filled,
     logits,
     product,
     shared,
     split,
     transposed,
 )
+from kernels_pallas.warpgroup import along_rows, drain, filled
 
 ROWS = 64  # of queries per warpgroup, the height of a wgmma
 QUERY_BLOCK = 2 * ROWS

@@ -29,19 +29,16 @@ from kernels_pallas.retention_attention.pallas_mosaic_gpu_backward_keys import (
     tokens_of_step,
 )
 from kernels_pallas.retention_attention.wgmma import (
-    BY_ROW,
     accumulate,
-    along_rows,
     as_parts,
-    drain,
     fetch,
-    filled,
     logits,
     product,
     shared,
     split,
     transposed,
 )
+from kernels_pallas.warpgroup import BY_ROW, along_rows, drain, filled
 
 
 @partitioned(

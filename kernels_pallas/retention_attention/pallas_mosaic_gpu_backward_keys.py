@@ -21,19 +21,21 @@ from kernels_pallas import halves, lowering
 from kernels_pallas.retention_attention import tiles
 from kernels_pallas.retention_attention.pallas_mosaic_gpu import LOG2E, ROWS
 from kernels_pallas.retention_attention.wgmma import (
-    BY_COLUMN,
-    BY_ROW,
     accumulate,
-    along_columns,
-    along_rows,
-    drain,
     fetch,
-    filled,
-    iota,
     product,
     shared,
     split,
     transposed,
+)
+from kernels_pallas.warpgroup import (
+    BY_COLUMN,
+    BY_ROW,
+    along_columns,
+    along_rows,
+    drain,
+    filled,
+    iota,
 )
 
 OWN = 2 * ROWS  # rows of a block of threads: queries of the one kernel, keys of this one

@@ -16,9 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas import halves, lowering
-
-TILE = plgpu.Layout.WGMMA
-BY_ROW, BY_COLUMN = TILE.reduce(1), TILE.reduce(0)
+from kernels_pallas.warpgroup import BY_COLUMN, BY_ROW, along_columns, along_rows, iota
 
 
 def shared(shape: tuple[int, ...], dtype: Any, tokens: int = 64) -> Any:
@@ -98,32 +96,6 @@ def _factors(a: Any, b: Any) -> list[tuple[Any, Any]]:
     """What is multiplied and added up for a b."""
     pairs = halves.products(b.shape[0])
     return [(a[x] if isinstance(a, list) else a.at[x], b.at[y]) for x, y in pairs]
-
-
-def filled(shape: tuple[int, ...], value: float, layout: Any = TILE) -> Array:
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-
-def along_rows(row: Array, shape: tuple[int, ...]) -> Array:
-    """One number per row, for the whole row."""
-    return lax.broadcast_in_dim(row, shape, [0])
-
-
-def along_columns(column: Array, shape: tuple[int, ...]) -> Array:
-    """One number per column, for the whole column."""
-    return lax.broadcast_in_dim(column, shape, [1])
-
-
-def iota(shape: tuple[int, ...], axis: int) -> Array:
-    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE)
-
-
-def drain(steps: Array, stages: int, free: Any) -> None:
-    """Waits until the last tiles are used: a block leaves no barrier behind that may yet turn."""
-
-    @pl.loop(jnp.maximum(steps - stages, 0), steps)
-    def wait(step: Array) -> None:
-        plgpu.barrier_wait(free.at[lax.rem(step, jnp.int32(stages))])
 
 
 def logits(

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas.attention.blocks import pad_to
 from kernels_pallas.lowering import gpu_interpret
+from kernels_pallas.warpgroup import swizzled
 from kernels_pallas.window_scores.rows import Rows
 
 ROW_TILE = 64  # rows of a warpgroup's matrix product
@@ -43,16 +44,6 @@ def product(left: Any, right: Any) -> Array:
     shape = (left.shape[0], right.shape[0])
     product: Array = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
     return product
-
-
-def swizzled(head_dim: int, dtype: Any) -> tuple[Any, ...]:
-    """How rows of `head_dim` lie in shared memory for a matrix product."""
-    bits = jnp.dtype(dtype).itemsize * 8
-    swizzle = plgpu.find_swizzle(head_dim * bits)
-    # mypy takes the transforms for abstract classes.
-    tiling: Any = plgpu.TilingTransform
-    swizzling: Any = plgpu.SwizzleTransform
-    return tiling((8, 8 * swizzle // bits)), swizzling(swizzle)
 
 
 def normalisers(
