@@ -10,6 +10,8 @@ from pathlib import Path
 
 # Before JAX starts: the tests define results on the CPU, whatever else the machine has.
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Most of the tests' time is compilation of small programs that run once.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
 
 import jax
 import pytest

@@ -19,7 +19,8 @@ DESCRIPTION = """\
 Read a context, take a passage out of its cache, and ask a question before and after. Also shown
 are the answer and the time of full recomputation, which prefills everything behind the passage
 again. This suppresses the passage, it does not delete data: what stands behind it still holds
-traces. The default method needs a trained eraser (--eraser); others need none."""
+traces. kveraser, the default, and hybrid take the eraser that ships for the default model, or
+--eraser; other methods need none."""
 EXAMPLE = """\
 kvjax erase --context-file notes.txt --span "The code is 7421." --question "What is the code?" \\
     --method mask

@@ -44,7 +44,10 @@ def _describe(name: str) -> None:
     print(f"{name}\n\n{_docstring(name)}\n")
     print(f"options      {_defaults(name) or 'none of its own'}")
     print(f"composition  {_composition(name)}")
-    print("every policy takes sinks, recent, prefill, chunk and decode_interval")
+    print(
+        "every policy takes sinks, recent, prefill, chunk, decode_interval, allocator, remainder"
+        " and memory_path"
+    )
 
 
 def _wrapped(text: str, first: str, rest: str | None = None) -> str:

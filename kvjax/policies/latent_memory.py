@@ -20,8 +20,8 @@ from kvjax.policies.retention import retention_global
 from kvjax.policies.rope import rotate
 from kvjax.policies.snapkv import SnapKV
 
-# Of the policies that have a memory by name: of the size of the paper's, `MemoryConfig()`, and it
-# gives back up to four times as much (docs/results/memory_variants.md).
+# Of the policies that have a memory by name: as many features as the paper's, `MemoryConfig()`, and
+# a third of its bytes; it gives back up to four times as much (docs/results/memory_variants.md).
 PER_HEAD = MemoryConfig(phi="per_head", combine="lse", gate="per_head")
 
 

@@ -30,6 +30,7 @@ def jupyter(monkeypatch, tmp_path):
     monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("KVJAX_NOTEBOOK_SMALL", "1")
+    monkeypatch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")  # they run more than they compile
     work = tmp_path / "work"
     work.mkdir()
     return work

@@ -68,6 +68,7 @@ class TaskConfig:
     subsets: tuple[str, ...] = ()  # () for all that need no file
     haystacks: tuple[str, ...] = ()  # () for those that the task is defined with
     keys: int = 1  # needles with different keys, of which one is asked for; task needle
+    depths: tuple[float, float] = (0.0, 1.0)  # of what is asked for, from and to; task needle
     path: str | None = None  # file of questions, for ruler's qa: of the training split
     labels: str = "answers"
     weight: float = 1.0
@@ -168,6 +169,7 @@ def _task(key: str, content: Any) -> TaskConfig:
         subsets=lambda k, v: _each(k, v, lambda k, v: fields.choice(k, v, task.subsets)),
         haystacks=lambda k, v: _each(k, v, haystack),
         keys=lambda k, v: fields.integer(k, v, 1),
+        depths=_depths,
         path=fields.text,
         labels=lambda k, v: fields.choice(k, v, _LABELS),
         weight=fields.positive,
@@ -175,6 +177,7 @@ def _task(key: str, content: Any) -> TaskConfig:
     foreign = {
         "subsets": bool(config.subsets) and not task.subsets,
         "keys": config.keys != 1 and task.name != "needle",
+        "depths": config.depths != (0.0, 1.0) and task.name != "needle",
         "path": config.path is not None and not task.subsets,
     }
     for field, refused in foreign.items():
@@ -236,3 +239,11 @@ def _lengths(key: str, content: Any) -> tuple[int, int]:
     ):
         raise fields.error(key, content, "a number of tokens >= 1, or two of them, [from, to]")
     return bounds[0], bounds[1]
+
+
+def _depths(key: str, content: Any) -> tuple[float, float]:
+    bounds = list(content) if isinstance(content, list | tuple) else [content, content]
+    numbers = [b for b in bounds if isinstance(b, int | float) and not isinstance(b, bool)]
+    if not len(numbers) == len(bounds) == 2 or not 0 <= numbers[0] <= numbers[1] <= 1:
+        raise fields.error(key, content, "a share of the context in [0, 1], or two, [from, to]")
+    return float(numbers[0]), float(numbers[1])

@@ -44,10 +44,10 @@ class _Kind:
 class TaskSource:
     """A sample by its index, of SAMPLES different ones.
 
-    Subset, haystack and the prompt's length are drawn evenly; for needle the depth is too, for
-    ruler the task draws it. `most` is the tokens that prompt, answer and end of turn may take
-    together: where the longest prompts leave no room for their answer, the range of lengths ends
-    earlier. A draw that cannot be made is drawn again.
+    Subset, haystack and the prompt's length are drawn evenly; for needle the depth is too, in the
+    config's range, for ruler the task draws it. `most` is the tokens that prompt, answer and end of
+    turn may take together: where the longest prompts leave no room for their answer, the range of
+    lengths ends earlier. A draw that cannot be made is drawn again.
 
     Raises:
       ValueError: lengths that a subset cannot be made with, or that exceed `most`; a haystack's or
@@ -95,7 +95,8 @@ class TaskSource:
             seed = FIRST_SEED + attempt * SAMPLES + index
             rng = random.Random(f"train/{seed}")
             length = rng.randint(self._config.lengths[0], kind.longest)
-            depth = round(rng.random(), 3)
+            least, most = self._config.depths
+            depth = round(least + (most - least) * rng.random(), 3)
             try:
                 sample = self._make(kind, length, depth, seed)
             except ValueError as error:

@@ -17,6 +17,7 @@ GOOD = """
   haystack: file:book.txt
   length: 300
   keys: 4
+  depths: [0, 0.1]
   labels: all
 - text: data/books/*.txt
   weight: 1
@@ -39,6 +40,7 @@ def test_a_good_description_is_read_with_its_defaults():
         weight=2.0,
     )
     assert (needle.haystacks, needle.lengths, needle.keys) == (("file:book.txt",), (300, 300), 4)
+    assert (needle.depths, ruler.depths) == ((0.0, 0.1), (0.0, 1.0))
     assert (needle.labels, ruler.labels, chat.labels) == ("all", "answers", "answers")
     assert books == data.TextConfig(text=("data/books/*.txt",))
     assert (books.documents, books.characters, books.long) == ("blocks", 20_000, "cut")
@@ -83,6 +85,11 @@ BAD = [
     ([TASK | {"haystacks": ["nois"]}], r"haystacks\[0\]='nois': .*did you mean 'noise'"),
     ([TASK | {"keys": 0}], "keys=0: allowed: integers >= 1"),
     ([TASK | {"keys": 41}], "keys=41: allowed: integers from 1 to 40"),
+    ([TASK | {"depths": [0.5, 1.5]}], r"depths=\[0.5, 1.5\]: allowed: a share of the context"),
+    ([TASK | {"depths": [0.5, 0.1]}], r"depths=\[0.5, 0.1\]: allowed"),
+    ([TASK | {"depths": "early"}], r"depths='early': allowed"),
+    ([TASK | {"depths": [[0], 1]}], r"depths=\[\[0\], 1\]: allowed"),
+    ([TASK | {"task": "ruler", "depths": 0}], r"data\[0\].depths: task ruler does not take it"),
     ([TASK | {"path": "a"}], r"data\[0\].path: task needle does not take it"),
     ([TASK | {"task": "ruler", "keys": 2}], r"data\[0\].keys: task ruler does not take it"),
     ([TASK | {"task": "ruler", "subsets": "vtt"}], r"subsets\[0\]='vtt'.*did you mean 'vt'"),

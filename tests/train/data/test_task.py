@@ -106,6 +106,8 @@ def test_subsets_haystacks_lengths_and_depths_vary():
     assert {s.haystack for s in samples} == {"sentences", "prose", "needles"}
     assert len({s.length for s in samples}) > 30
     assert all(400 <= s.length <= 500 for s in samples)
+    early = source("needle", depths=(0.0, 0.1))
+    assert all(0 <= early.sample(i).depth <= 0.1 for i in range(10))
     depths = [source("needle").sample(i).depth for i in range(20)]
     assert min(depths) < 0.3
     assert max(depths) > 0.7
