@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from kvjax.inference import observe
 from kvjax.learned import modules
-from kvjax.learned.indexer import IndexerConfig
+from kvjax.learned.indexer import IndexerConfig, init_indexer
 from kvjax.learned.memory import MemoryConfig
-from kvjax.learned.retention import GateConfig, per_layer
+from kvjax.learned.retention import GateConfig, init_gates, per_layer
 from kvjax.models.decoder import Decoder
 from kvjax.policies.base import Policy, Scorer
 from kvjax.policies.indexmem import IndexMem
@@ -78,15 +79,36 @@ def _trained_options(path: str | Path, card: modules.Card) -> dict[str, Any]:
 
 def _retention(model: Decoder, policy: Policy, calibration: Calibration) -> dict[str, Any]:
     assert isinstance(policy.scorer, Retention)
-    card, gates = _module(model, policy.scorer.module, policy.scorer.path, "retention")
-    return per_layer(GateConfig(**card.options), gates, model.config.num_layers)
+    read = _module(model, policy.scorer.module, policy.scorer.path, "retention")
+    config = modules.config_of(read.card, GateConfig, read.directory)
+    sizes = model.config
+    fresh = functools.partial(
+        init_gates,
+        config,
+        num_layers=sizes.num_layers,
+        num_kv_heads=sizes.num_kv_heads,
+        hidden_size=sizes.hidden_size,
+        bias=0.0,
+    )
+    modules.check_arrays(read.arrays, jax.eval_shape(fresh, jax.random.key(0)), read.directory)
+    return per_layer(config, read.arrays, sizes.num_layers)
 
 
 def _indexer(model: Decoder, policy: Policy, calibration: Calibration) -> dict[str, Any]:
     scorer = policy.scorer
     assert isinstance(scorer, IndexMem)
-    card, indexer = _module(model, scorer.module, scorer.path, "indexer")
-    trained, head_dim = IndexerConfig(**card.options), model.config.head_dim
+    read = _module(model, scorer.module, scorer.path, "indexer")
+    sizes, head_dim = model.config, model.config.head_dim
+    trained = modules.config_of(read.card, IndexerConfig, read.directory)
+    fresh = functools.partial(
+        init_indexer,
+        trained,
+        num_layers=sizes.num_layers,
+        num_heads=sizes.num_heads,
+        head_dim=head_dim,
+        hidden_size=sizes.hidden_size,
+    )
+    modules.check_arrays(read.arrays, jax.eval_shape(fresh, jax.random.key(0)), read.directory)
     trained = dataclasses.replace(trained, size=trained.size_of(head_dim))
     asked = dataclasses.replace(scorer.indexer, size=scorer.indexer.size_of(head_dim))
     for name in ("size", "activation", "near"):
@@ -95,7 +117,7 @@ def _indexer(model: Decoder, policy: Policy, calibration: Calibration) -> dict[s
                 f"policy {policy.name!r} has {name}={given!r}, its indexer was trained with "
                 f"{allowed!r}: give that, or take both from kvjax.load_policy"
             )
-    return indexer
+    return read.arrays
 
 
 def _qfilters(model: Decoder, policy: Policy, calibration: Calibration) -> dict[str, Any]:
@@ -129,13 +151,14 @@ def _memory(model: Decoder, policy: Policy) -> dict[str, Any]:
         name = {"indexmem-no-memory": "indexmem"}.get(name, f"{name}+memory")
     if not isinstance(remainder, LatentMemory):
         raise ValueError(f"policy {policy.name!r}: its remainder has no trained module")
-    card, arrays = _module(model, name, remainder.path, "memory")
-    if (trained := MemoryConfig(**card.options)) != remainder.config:
+    read = _module(model, name, remainder.path, "memory")
+    trained = modules.config_of(read.card, MemoryConfig, read.directory)
+    if trained != remainder.config:
         raise ValueError(
             f"policy {policy.name!r} has {remainder.config}, its memory was trained with "
             f"{trained}: give that, or memory_path"
         )
-    return arrays
+    return read.arrays
 
 
 _ARRAYS: Mapping[type[Scorer], Callable[[Decoder, Policy, Calibration], Any]] = {
@@ -146,14 +169,18 @@ _ARRAYS: Mapping[type[Scorer], Callable[[Decoder, Policy, Calibration], Any]] = 
 }
 
 
-def _module(
-    model: Decoder, name: str, path: str | None, kind: str
-) -> tuple[modules.Card, dict[str, Any]]:
-    """Card and arrays of a module, at `path` or shipped, that was trained for this backbone."""
+class _Module(NamedTuple):
+    card: modules.Card
+    arrays: dict[str, Any]
+    directory: Path
+
+
+def _module(model: Decoder, name: str, path: str | None, kind: str) -> _Module:
+    """A module, at `path` or shipped, that was trained for this backbone."""
     fingerprint = model.fingerprint()
     directory = modules.find_shipped(name, fingerprint) if path is None else Path(path)
     card = modules.read_card(directory)
     if card.kind != kind:
         raise ValueError(f"{directory}: a module of kind {card.kind!r}; needed is {kind!r}")
     card.check_backbone(fingerprint, directory)
-    return card, modules.read_arrays(directory)
+    return _Module(card, modules.read_arrays(directory), directory)

@@ -70,6 +70,13 @@ class TrainConfig:
     seed: int = 0
     output: str = "runs/train"
 
+    def __post_init__(self) -> None:
+        if self.steps % self.accumulation:
+            raise ValueError(
+                f"steps={self.steps}: allowed are multiples of accumulation={self.accumulation}; "
+                "the last gradients would be lost"
+            )
+
     @property
     def hash(self) -> str:
         """Of all that changes a step; more steps would change the schedule, so they are in it."""
@@ -155,7 +162,7 @@ def _section[C](key: str, content: Any, cls: type[C]) -> C:
 def _typed(key: str, value: Any, hint: Any) -> Any:
     if isinstance(hint, typing.TypeAliasType):
         hint = hint.__value__
-    if isinstance(hint, types.UnionType):
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
         if value is None:
             return None
         (hint,) = (part for part in typing.get_args(hint) if part is not type(None))

@@ -20,7 +20,6 @@ import kvjax
 from kvjax import decoding, erasing
 from kvjax.erasing.recomputation import Recompute
 from kvjax.erasing.steering import KVEraser
-from kvjax.learned import modules
 from kvjax.learned.eraser import (
     KIND,
     MODULE,
@@ -39,6 +38,7 @@ from train.data.erasing import PREFIX, REPLY, SPAN
 from train.documents import one_document, to_front
 from train.objectives import token_losses
 from train.recipe import Batch, Params
+from train.start import started, with_stages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,8 @@ class EraserRecipe:
 
     def init(self, model: Decoder, key: Array) -> Params:
         fresh = init_eraser(self.config.eraser, key, model.config).arrays
-        return fresh if self.config.start is None else _trained(self.config, fresh)
+        options = dataclasses.asdict(self.config.eraser)
+        return started(self.config.start, KIND, options, fresh, read_adapters)
 
     def axes(self, params: Params) -> dict[str, tuple[str | None, ...]]:
         """Split as the projections they belong to; the rank stays whole."""
@@ -151,27 +152,11 @@ class EraserRecipe:
     def export(
         self, params: Params, model: Decoder, directory: Path, training: Mapping[str, Any]
     ) -> None:
-        if self.config.start is not None:  # the stage before is part of where this comes from
-            before = dict(modules.read_card(self.config.start).training)
-            training = {**training, "before": before}
         save_eraser(
             directory,
             Eraser(config=self.config.eraser, arrays=dict(params)),
             model,
             backbone=str(training.get("model", "")),
-            training=training,
+            training=with_stages(self.config.start, training),
             stored=self.config.stored,
         )
-
-
-def _trained(config: EraserTraining, fresh: Params) -> Params:
-    """The adapters of the eraser to go on from, which have to be of the config's shape."""
-    assert config.start is not None
-    card = modules.read_card(config.start)
-    if card.kind != KIND:
-        raise ValueError(f"module.start={config.start!r}: holds a {card.kind}; needed is a {KIND}")
-    found = read_adapters(config.start)
-    shapes = {name: array.shape for name, array in found.items()}
-    if shapes != {name: array.shape for name, array in fresh.items()}:
-        raise ValueError(f"module.start={config.start!r}: of another rank or backbone, {shapes}")
-    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,13 @@ from jax import lax
 from jaxtyping import Array, Float
 
 import kvjax
-from kvjax.learned import modules
 from kvjax.models.decoder import Decoder
 from kvjax.policies.base import Policy, Remainder
 from kvjax.policy_arrays import SCORER_DIRECTORY
 from train.indexer import IndexerRecipe, IndexerTraining
 from train.memory import MemoryTraining, init_for, memory_loss, save
 from train.recipe import Batch, Params
+from train.start import started, with_stages
 
 _INDEXER, _MEMORY = "indexer.", "memory."
 
@@ -41,7 +42,7 @@ class IndexMemTraining(IndexerTraining, MemoryTraining):
     def __post_init__(self) -> None:
         IndexerTraining.__post_init__(self)
         MemoryTraining.__post_init__(self)
-        if not self.memory_weight > 0:
+        if not (math.isfinite(self.memory_weight) and self.memory_weight > 0):
             raise ValueError(f"module.memory_weight={self.memory_weight}: allowed: numbers > 0")
 
     def check_name(self) -> None:
@@ -72,8 +73,8 @@ class IndexMemRecipe:
     def init(self, model: Decoder, key: Array) -> Params:
         for_indexer, for_memory = jax.random.split(key)
         indexer = self.indexer.init(model, for_indexer)
-        if self.config.start is not None:
-            indexer = _trained(self.config, indexer)
+        options = dataclasses.asdict(self.config.indexer)
+        indexer = started(self.config.start, "indexer", options, indexer)
         return _joined(indexer, init_for(self.config.memory, model, for_memory))
 
     def axes(self, params: Params) -> dict[str, tuple[str | None, ...]]:
@@ -88,9 +89,16 @@ class IndexMemRecipe:
         self, params: Params, model: Decoder, batch: Batch, key: Array, fixed: None = None
     ) -> tuple[Float[Array, ""], dict[str, Array]]:
         indexer, memory = _parts(params)
-        kl, told = self.indexer.loss(indexer, model, batch, key)
+        for_indexer, for_memory = jax.random.split(key)
+        kl, told = self.indexer.loss(indexer, model, batch, for_indexer)
         lost, more = memory_loss(
-            self.config, self.selector, lax.stop_gradient(indexer), memory, model, batch, key
+            self.config,
+            self.selector,
+            lax.stop_gradient(indexer),
+            memory,
+            model,
+            batch,
+            for_memory,
         )
         return kl + self.config.memory_weight * lost, told | more
 
@@ -99,6 +107,7 @@ class IndexMemRecipe:
     ) -> None:
         """The memory, with the indexer in a directory within it."""
         indexer, memory = _parts(params)
+        training = with_stages(self.config.start, training)
         self.indexer.export(indexer, model, directory / SCORER_DIRECTORY, training)
         save(self.config.name, self.config.memory, memory, model, directory, training)
 
@@ -113,20 +122,3 @@ def _parts(params: Params) -> tuple[Params, Params]:
         return {k.removeprefix(prefix): v for k, v in params.items() if k.startswith(prefix)}
 
     return part(_INDEXER), part(_MEMORY)
-
-
-def _trained(config: IndexMemTraining, fresh: Params) -> Params:
-    """The indexer to begin with, which has to be of the config's shape."""
-    assert config.start is not None
-    card = modules.read_card(config.start)
-    wanted = dataclasses.asdict(config.indexer)
-    if card.kind != "indexer" or dict(card.options) != wanted:
-        raise ValueError(
-            f"module.start={config.start!r}: holds {card.kind} {dict(card.options)}; allowed is "
-            f"an indexer of this config's, {wanted}"
-        )
-    found = modules.read_arrays(config.start)
-    shapes = {name: array.shape for name, array in found.items()}
-    if shapes != {name: array.shape for name, array in fresh.items()}:
-        raise ValueError(f"module.start={config.start!r}: of another backbone, {shapes}")
-    return found

@@ -27,8 +27,10 @@ from train.config import TrainConfig
 from train.metrics import Metrics, Show, progress_line, show
 from train.optimizer import learning_rate, optimizer
 from train.recipe import Recipe
+from train.start import check_backbone
 
 _RECENT = 50  # losses that the explosion guard compares with
+_LEAST_LOSS = 1e-3  # a smaller one is compared with as this
 EXPORT = "export"
 
 
@@ -60,9 +62,10 @@ def train(
     resumed run equals an unbroken one. Several processes call this alike; the first one writes.
 
     Raises:
-      ValueError: the output directory holds a run of another config.
-      Stopped: a loss that is not finite or explodes (step and batch are saved), SIGTERM, or
-        another process that is gone.
+      ValueError: the output directory holds a run of another config; the module to start from is
+        another backbone's.
+      Stopped: a loss or gradient that is not finite, a loss that explodes (step and batch are
+        saved), SIGTERM, or another process that is gone.
     """
     try:
         return _train(config, recipe, model, data, progress)
@@ -83,6 +86,7 @@ def _train(
     claim(config)
     progress = progress if processes.is_first() else _silent
     mesh = devices.mesh_of(config.mesh, config.batch, config.length)
+    check_backbone(getattr(config.module, "start", None), model)
     transform = transformation(config)
     state = _initial(config, recipe, model, transform, mesh)
     checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint)
@@ -102,7 +106,7 @@ def _train(
             placed = devices.place_batch(batch, mesh, data.rows, config.batch)
             state, values = step_fn(state, model, placed, fixed)
             values = {name: np.asarray(value).tolist() for name, value in values.items()}
-            if (reason := guard.check(values["loss"])) is not None:
+            if (reason := guard.check(values["loss"], values["gradient_norm"])) is not None:
                 where = _save_batch(directory, number, batch)
                 _close(checkpoints, metrics)
                 raise Stopped(f"step {number}: {reason}; its batch is in {where}")
@@ -216,7 +220,7 @@ def step_function(
 
 
 class _Guard:
-    """Says what is wrong with a loss: not finite, or far above all recent ones.
+    """Says what is wrong with a step: not finite, or a loss far above all recent ones.
 
     Not above their median: in a mixture a row of text may lose fifty times what a needle does.
     """
@@ -225,12 +229,14 @@ class _Guard:
         self.factor = factor
         self.recent: deque[float] = deque(maxlen=_RECENT)
 
-    def check(self, loss: float) -> str | None:
+    def check(self, loss: float, gradient_norm: float) -> str | None:
         if not math.isfinite(loss):
             return f"the loss is {loss}"
+        if not math.isfinite(gradient_norm):
+            return f"the gradient's norm is {gradient_norm}"
         if len(self.recent) == _RECENT:
-            largest = max(self.recent)
-            if loss > self.factor * max(largest, 1e-3):
+            largest = max(*self.recent, _LEAST_LOSS)
+            if loss > self.factor * largest:
                 return f"the loss is {loss:.4g}, {loss / largest:.0f} times its recent largest"
         self.recent.append(loss)
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -16,8 +17,9 @@ import optax
 class OptimizerConfig:
     """AdamW (arXiv 1711.05101) under a learning-rate schedule.
 
-    "cosine" falls from the peak to `floor` at the last step; "wsd" (warmup, stable, decay) stays
-    at the peak and falls linearly over the last `decay` share of the steps; "constant" stays.
+    "cosine" falls from the peak; "wsd" (warmup, stable, decay) stays there and falls linearly over
+    the last `decay` share of the steps; both would be at `floor` one step behind the last.
+    "constant" stays. The warmup comes first; the rest of a schedule has the steps that are left.
     """
 
     learning_rate: float = 2e-4
@@ -38,10 +40,10 @@ class OptimizerConfig:
                 f"optimizer.schedule={self.schedule!r}: allowed: cosine, wsd, constant"
             )
         for name in ("learning_rate", "epsilon"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)}: allowed: numbers > 0")
         for name in ("warmup", "floor", "weight_decay", "clip"):
-            if not getattr(self, name) >= 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)}: allowed: numbers >= 0")
         for name in ("decay", "beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
@@ -61,10 +63,10 @@ def _schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     if config.schedule == "cosine":
         after = optax.cosine_decay_schedule(peak, rest, alpha=floor / peak)
     elif config.schedule == "wsd":
-        falling = max(round(config.decay * steps), 1)
+        falling = min(max(round(config.decay * steps), 1), rest)
         after = optax.join_schedules(
             [optax.constant_schedule(peak), optax.linear_schedule(peak, floor, falling)],
-            [max(rest - falling, 0)],
+            [rest - falling],
         )
     else:
         after = optax.constant_schedule(peak)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -24,10 +25,12 @@ from kvjax.learned.retention import (
     per_layer,
 )
 from kvjax.models.decoder import Decoder
+from kvjax.whole import check_whole
 from train.attention import retention_attention
 from train.objectives import token_losses
 from train.passes import plain_pass
 from train.recipe import Batch
+from train.start import started, with_stages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +48,7 @@ class RetentionConfig:
     tie_heads: bool = False
     bias: float | None = None  # None: ln(length) + 7.6
     start: str | None = None  # directory of an exported module whose gates to go on from
-    capacity: Literal["global", "local"] = "global"
+    capacity: Literal["global", "local"] | None = None  # None: as the policy's name says
     memory: int = 128  # entries per head that the capacity loss asks for
     capacity_weight: float = 1.0
     kl: bool = True
@@ -58,16 +61,22 @@ class RetentionConfig:
             raise ValueError(
                 f"module.name={self.name!r}: allowed: retention-local, retention-global"
             )
-        if self.capacity not in ("global", "local"):
+        if self.capacity not in (None, "global", "local"):
             raise ValueError(f"module.capacity={self.capacity!r}: allowed: global, local")
+        if not (math.isfinite(weight := self.capacity_weight) and weight >= 0):
+            raise ValueError(f"module.capacity_weight={weight}: allowed: numbers >= 0")
+        if self.bias is not None and not math.isfinite(self.bias):
+            raise ValueError(f"module.bias={self.bias}: allowed: finite numbers")
         for name, least in (("memory", 1), ("positions", 0), ("vocabulary_block", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(
-                    f"module.{name}={getattr(self, name)}: allowed: integers >= {least}"
-                )
+            check_whole(f"module.{name}", getattr(self, name), least)
         if not (self.kl or self.ce):
             raise ValueError("module.kl and module.ce are both false: one is needed")
         self.gates  # noqa: B018 (checks its own fields)
+
+    @property
+    def shared_by(self) -> Literal["global", "local"]:
+        """Whose entries the capacity counts: all heads' together, or each head's for itself."""
+        return self.capacity or ("local" if self.name == "retention-local" else "global")
 
     @property
     def gates(self) -> GateConfig:
@@ -83,6 +92,11 @@ class RetentionRecipe:
     """Gates on a frozen decoder; see `train.recipe.Recipe`."""
 
     def __init__(self, config: RetentionConfig, length: int):
+        if config.memory >= length:
+            raise ValueError(
+                f"module.memory={config.memory}: rows have {length} tokens, which all fit; allowed "
+                f"are integers < {length}"
+            )
         self.config, self.length = config, length
 
     def init(self, model: Decoder, key: Array) -> Gates:
@@ -95,7 +109,8 @@ class RetentionRecipe:
             hidden_size=model.config.hidden_size,
             bias=bias,
         )
-        return fresh if self.config.start is None else _trained(self.config, fresh)
+        options = dataclasses.asdict(self.config.gates)
+        return started(self.config.start, "retention", options, fresh)
 
     def axes(self, params: Gates) -> dict[str, tuple[str | None, ...]]:
         """The hidden width is split as the model's MLP is; what is small stands everywhere."""
@@ -126,7 +141,7 @@ class RetentionRecipe:
         base = sum(terms, jnp.zeros((), jnp.float32)) / len(terms)
         age = jnp.take_along_axis(batch["positions"], at, axis=1)  # 0 for a document's first
         present = jnp.take_along_axis(segments, at, axis=1) >= 0
-        capacity = capacity_loss(held, age, present, config.memory, config.capacity)
+        capacity = capacity_loss(held, age, present, config.memory, config.shared_by)
         share = jnp.mean(held, axis=(0, 2)) / (age + 1).astype(jnp.float32)
         count = jnp.maximum(jnp.sum(present), 1).astype(jnp.float32)
         kept = jnp.sum(jnp.where(present, share, 0.0)) / count
@@ -140,34 +155,15 @@ class RetentionRecipe:
     def export(
         self, params: Gates, model: Decoder, directory: Path, training: Mapping[str, Any]
     ) -> None:
-        if self.config.start is not None:  # the stage before is part of where this comes from
-            before = dict(modules.read_card(self.config.start).training)
-            training = {**training, "before": before}
         card = modules.Card(
             module=self.config.name,
             kind="retention",
             options=dataclasses.asdict(self.config.gates),
             backbone=str(training.get("model", "")),
             fingerprints=modules.fingerprints(model),
-            training=training,
+            training=with_stages(self.config.start, training),
         )
         modules.save_module(directory, params, card)
-
-
-def _trained(config: RetentionConfig, fresh: Gates) -> Gates:
-    """The gates of the module to go on from, which have to be of the config's shape."""
-    assert config.start is not None
-    options = modules.read_card(config.start).options
-    if options != dataclasses.asdict(config.gates):
-        raise ValueError(
-            f"module.start={config.start!r}: holds gates {dict(options)}; allowed are those of "
-            f"this config, {dataclasses.asdict(config.gates)}"
-        )
-    gates = modules.read_arrays(config.start)
-    shapes = {name: array.shape for name, array in gates.items()}
-    if shapes != {name: array.shape for name, array in fresh.items()}:
-        raise ValueError(f"module.start={config.start!r}: gates of another backbone, {shapes}")
-    return gates
 
 
 def decayed_pass(
@@ -206,7 +202,8 @@ def capacity_loss(
 
     "local": each head of each layer for itself, n = 1. "global": S is summed over all of them,
     n = layers x heads, so that they trade capacity freely. t is the 0-based position within the
-    document. The ratio makes the loss start near 1 for every T and M.
+    document. Undecayed gates give 1 where t is well above M, and at t = M, where the bound of 1
+    acts, n.
     """
     if capacity == "global":
         heads = held.shape[0] * held.shape[2]

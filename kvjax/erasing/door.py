@@ -11,13 +11,14 @@ from kvjax.batches import Tokens, as_batch
 from kvjax.budget import bucket_length
 from kvjax.cache import Cache
 from kvjax.checks import check_cache, check_ids, check_room
-from kvjax.erasing.given import Spans, as_spans, ordered
+from kvjax.erasing.given import Spans, as_spans, ordered, sorted_spans
 from kvjax.erasing.method import Edit, Method
 from kvjax.erasing.methods import erasing_method
 from kvjax.erasing.note import PromptNote
 from kvjax.erasing.spans import Extent
 from kvjax.learned.eraser import Eraser, check_eraser
 from kvjax.models.decoder import Decoder
+from kvjax.policies.observation import MODALITY
 
 
 def erase(
@@ -55,8 +56,9 @@ def erase(
       slot state stays with its slot, and goes where the slot is dropped.
 
     Raises:
-      ValueError: spans that overlap, are empty or outside the tokens seen; tokens that are too
-        few; a missing or foreign eraser; a cache that carries a memory of evicted entries.
+      ValueError: spans that overlap, are empty or outside the tokens seen; an extent that does not
+        hold them; tokens that are too few; a missing or foreign eraser; a cache that carries a
+        memory of evicted entries, or a note for one whose policy goes on evicting.
     """
     method = erasing_method(method) if isinstance(method, str) else method
     method.check(model)
@@ -74,14 +76,22 @@ def erase(
     pairs = as_spans(spans, cache.batch)
     _check_tokens(model, cache, ids)
     if isinstance(method, PromptNote):
+        if cache.policy_state.own or cache.policy_state.slots.keys() - {MODALITY}:
+            raise ValueError(
+                f"method {method.name!r}: this cache's policy goes on evicting; append a note "
+                "with kvjax.extend, which takes the policy"
+            )
         check_ids(model, jnp.asarray(method.note, jnp.int32)[None])
         check_room(cache, jnp.full(cache.batch, len(method.note), jnp.int32))
     if _traced(pairs, cache.next_position):
+        pairs = sorted_spans(jnp.asarray(pairs, jnp.int32))
         extent = extent or Extent(span=ids.shape[1], prefix=cache.capacity, suffix=ids.shape[1])
     else:
         seen = np.asarray(cache.next_position)
         pairs = ordered(np.asarray(pairs), seen)
-        extent = extent or Extent.of(pairs, seen, cache.capacity)
+        needed = Extent.needed(pairs, seen, cache.capacity)
+        extent = extent or needed.bucket(cache.capacity)
+        extent.check(needed)
     width = bucket_length(ids.shape[1])
     ids = jnp.pad(ids, ((0, 0), (0, width - ids.shape[1])))
     used = eraser if method.needs_eraser else None

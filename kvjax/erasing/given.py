@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
@@ -68,6 +69,13 @@ def ordered(
         if pairs:
             result[row, -len(pairs) :] = pairs
     return result
+
+
+def sorted_spans(spans: Int[Array, "B N 2"]) -> Int[Array, "B N 2"]:
+    """As `ordered`, without its checks: for spans that are not known yet."""
+    start = jnp.where(spans[:, :, 1] > spans[:, :, 0], spans[:, :, 0], -1)
+    order = jnp.argsort(start, axis=1, stable=True)
+    return jnp.take_along_axis(spans, order[:, :, None], axis=1)
 
 
 def _depth(given: object) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from kvjax.budget import bucket_length
+from kvjax.whole import check_whole
 
 _BEHIND = 2**30  # sorts behind every position
 
@@ -25,20 +26,37 @@ class Extent:
     prefix: int
     suffix: int
 
+    def __post_init__(self) -> None:
+        for name, least in (("span", 1), ("prefix", 1), ("suffix", 0)):
+            check_whole(f"extent.{name}", getattr(self, name), least)
+
     @classmethod
-    def of(
+    def needed(
         cls, spans: Int[np.ndarray, "B N 2"], seen: Int[np.ndarray, " B"], capacity: int
     ) -> Extent:
-        """The buckets of these spans in rows of `seen` tokens."""
+        """The least that holds these spans in rows of `seen` tokens."""
         lengths = spans[:, :, 1] - spans[:, :, 0]
         starts = np.where(lengths > 0, spans[:, :, 0], seen[:, None])
-        suffix = int((seen - starts.min(axis=1) - lengths.sum(axis=1)).max())
         prefix = max(1, int(np.where(lengths > 0, spans[:, :, 0], 0).max()))
         return cls(
-            span=bucket_length(max(1, int(lengths.max()))),
-            prefix=min(bucket_length(prefix), capacity),
-            suffix=bucket_length(suffix) if suffix > 0 else 0,
+            span=max(1, int(lengths.max())),
+            prefix=min(prefix, capacity),
+            suffix=max(0, int((seen - starts.min(axis=1) - lengths.sum(axis=1)).max())),
         )
+
+    def bucket(self, capacity: int) -> Extent:
+        """This one rounded up, so that similar edits share it."""
+        return Extent(
+            span=bucket_length(self.span),
+            prefix=min(bucket_length(self.prefix), capacity),
+            suffix=bucket_length(self.suffix) if self.suffix else 0,
+        )
+
+    def check(self, needed: Extent) -> None:
+        """Refuses to be less than what an edit needs."""
+        for name in ("span", "prefix", "suffix"):
+            if (given := getattr(self, name)) < (least := getattr(needed, name)):
+                raise ValueError(f"extent.{name}={given}: these spans need {least} or more")
 
 
 def inside(

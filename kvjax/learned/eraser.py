@@ -17,6 +17,7 @@ from kvjax.learned import modules
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Adapters, Decoder
 from kvjax.models.layout import layout
+from kvjax.whole import check_whole
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 KIND, MODULE = "eraser", "kveraser"
@@ -37,8 +38,7 @@ class EraserConfig:
     targets: tuple[str, ...] = PROJECTIONS
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"rank={self.rank}: allowed are integers >= 1")
+        check_whole("rank", self.rank, 1)
         if not (math.isfinite(self.alpha) and self.alpha > 0):
             raise ValueError(f"alpha={self.alpha}: allowed are finite numbers above 0")
         wrong = [name for name in self.targets if name not in PROJECTIONS]
@@ -169,7 +169,7 @@ def load_eraser(model: Decoder, path: str | Path | None = None) -> Eraser:
     if card.kind != KIND:
         raise ValueError(f"{directory}: a module of kind {card.kind!r}; needed is {KIND!r}")
     card.check_backbone(fingerprint, directory)
-    config = EraserConfig(**{**card.options, "targets": tuple(card.options["targets"])})
+    config = modules.config_of(card, EraserConfig, directory)
     eraser = Eraser(config=config, arrays=read_adapters(directory))
     try:
         check_eraser(eraser, model.config)

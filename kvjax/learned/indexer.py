@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.pooled_max import pooled_max
+from kvjax.whole import check_whole
 
 type Activation = Literal["relu", "identity"]
 _EPSILON = 1e-6  # of the normalisation
+# What is kept must not depend on how a device rounds its products.
+_matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,9 +37,8 @@ class IndexerConfig:
 
     def __post_init__(self) -> None:
         for name, least in (("heads", 1), ("size", 1), ("near", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name}={value}: allowed are integers >= {least}")
+            if (value := getattr(self, name)) is not None:
+                check_whole(name, value, least)
         if self.activation not in ("relu", "identity"):
             raise ValueError(f"activation={self.activation!r}: allowed are 'relu' and 'identity'")
 
@@ -84,19 +88,19 @@ def index_queries(
     batch, _, tokens, _ = queries_pre_rope.shape
     flat = jnp.swapaxes(queries_pre_rope, 1, 2).reshape(batch, tokens, -1).astype(jnp.float32)
     size = indexer["wk"].shape[1]
-    heads = jnp.matmul(flat, indexer["wq"]).reshape(batch, tokens, -1, size)
+    heads = _matmul(flat, indexer["wq"]).reshape(batch, tokens, -1, size)
     return jnp.swapaxes(_normalised(heads, indexer["q_norm"]), 1, 2)
 
 
 def index_keys(indexer: Indexer, hidden: Float[Array, "B T E"]) -> Float[Array, "B T P"]:
     """U_k of the normalised input of the attention block, normalised: one key for all heads."""
-    return _normalised(jnp.matmul(hidden.astype(jnp.float32), indexer["wk"]), indexer["k_norm"])
+    return _normalised(_matmul(hidden.astype(jnp.float32), indexer["wk"]), indexer["k_norm"])
 
 
 def head_gates(indexer: Indexer, hidden: Float[Array, "B T E"]) -> Float[Array, "B I T"]:
     """The weight of each indexer head at a query, of either sign: G x / sqrt(I P)."""
     rows = indexer["wq"].shape[1]  # I P
-    gates = jnp.matmul(hidden.astype(jnp.float32), indexer["wg"]) * jnp.float32(rows**-0.5)
+    gates = _matmul(hidden.astype(jnp.float32), indexer["wg"]) * jnp.float32(rows**-0.5)
     return jnp.swapaxes(gates, 1, 2)
 
 
@@ -134,4 +138,4 @@ def importance(
 def _normalised(x: Float[Array, "*n P"], scale: Float[Array, " P"]) -> Float[Array, "*n P"]:
     """x / sqrt(mean(x^2) + eps) * scale."""
     mean = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-    return x * jax.lax.rsqrt(mean + _EPSILON) * scale.reshape((1,) * (x.ndim - 1) + (-1,))
+    return x * lax.rsqrt(mean + _EPSILON) * scale.reshape((1,) * (x.ndim - 1) + (-1,))

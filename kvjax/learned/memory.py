@@ -25,6 +25,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from kernels_pallas.latent_memory import memory_read, memory_update
+from kvjax.whole import check_whole
 
 type Phi = Literal["compact", "dense", "per_head"]
 type Combine = Literal["residual", "convex", "lse"]
@@ -76,8 +77,8 @@ class MemoryConfig:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r}: allowed are {', '.join(map(repr, allowed))}"
                 )
-        if self.size is not None and self.size < 1:
-            raise ValueError(f"size={self.size}: allowed are integers >= 1, or None")
+        if self.size is not None:
+            check_whole("size", self.size, 1)
         if not 0 < self.decay <= 1:
             raise ValueError(f"decay={self.decay}: allowed are numbers in (0, 1]")
         if not self.eta > 0 or not self.eps >= 0:

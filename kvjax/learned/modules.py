@@ -48,8 +48,7 @@ def fingerprints(model: Any) -> dict[str, str]:
     own = str(model.dtype)
     found = {own: model.fingerprint()}
     for dtype in ("bfloat16", "float16") if own == "float32" else ():
-        rounded = {name: array.astype(dtype) for name, array in model.parameters.items()}
-        found[dtype] = type(model)(model.config, rounded).fingerprint()
+        found[dtype] = model.fingerprint(dtype)
     return found
 
 
@@ -82,10 +81,12 @@ def read_card(directory: str | Path) -> Card:
     path = Path(directory) / CARD_FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(
             f"{str(directory)!r} holds no trained module ({CARD_FILE} is missing)"
         ) from error
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error})") from error
     fields = {field.name for field in dataclasses.fields(Card)}
@@ -104,6 +105,38 @@ def read_arrays(directory: str | Path) -> dict[str, Any]:
         return {name: jnp.asarray(array) for name, array in load_file(path).items()}
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path}: unreadable ({error})") from error
+
+
+def config_of[C](card: Card, cls: type[C], where: str | Path) -> C:
+    """The module's config, from the options of its card.
+
+    Raises:
+      ValueError: options that `cls` does not have, or does not allow.
+    """
+    plain = {n: tuple(v) if isinstance(v, list) else v for n, v in card.options.items()}
+    try:
+        return cls(**plain)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: options {dict(card.options)} of its card: {error}") from error
+
+
+def check_arrays(arrays: Mapping[str, Any], wanted: Mapping[str, Any], where: str | Path) -> None:
+    """Refuses other arrays than those of `wanted`: names, shapes, dtypes.
+
+    Raises:
+      ValueError: the first that is missing, unknown or different.
+    """
+    if missing := sorted(wanted.keys() - arrays.keys()):
+        raise ValueError(f"{where}: without {missing[0]!r}: needed are {', '.join(wanted)}")
+    if extra := sorted(arrays.keys() - wanted.keys()):
+        raise ValueError(f"{where}: with {extra[0]!r}: needed are {', '.join(wanted)}")
+    for name, like in wanted.items():
+        found = arrays[name]
+        if (found.shape, found.dtype) != (like.shape, like.dtype):
+            raise ValueError(
+                f"{where}: {name!r} is {found.dtype} of shape {found.shape}: needed is "
+                f"{like.dtype} of shape {like.shape}"
+            )
 
 
 def find_shipped(module: str, fingerprint: str) -> Path:

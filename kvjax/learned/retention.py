@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
+
+from kvjax.whole import check_whole
 
 type Kind = Literal["rg", "rg10"]
 TIED_WIDTH = 64  # features per head under `tie_heads`
+# What is kept must not depend on how a device rounds its products.
+_matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,8 +38,7 @@ class GateConfig:
     def __post_init__(self) -> None:
         if self.kind not in ("rg", "rg10"):
             raise ValueError(f"kind={self.kind!r}: allowed are 'rg' and 'rg10'")
-        if self.width < 1:
-            raise ValueError(f"width={self.width}: allowed are integers >= 1")
+        check_whole("width", self.width, 1)
         if self.kind == "rg" and self.tie_heads:
             raise ValueError("tie_heads=True: allowed with kind 'rg10' only")
 
@@ -109,10 +114,10 @@ def log_beta(
     u = hidden.astype(jnp.float32)
     for layer in ("1", "2"):
         if f"w{layer}" in gates:
-            u = jax.nn.silu(jnp.matmul(u, gates[f"w{layer}"]) + gates[f"b{layer}"][None, None])
+            u = jax.nn.silu(_matmul(u, gates[f"w{layer}"]) + gates[f"b{layer}"][None, None])
     if gates["w3"].ndim == 1:
         u = u.reshape(*u.shape[:-1], num_kv_heads, TIED_WIDTH)
-    y = jnp.matmul(u, gates["w3"])
+    y = _matmul(u, gates["w3"])
     y = y + jnp.broadcast_to(gates["b3"], y.shape)
     return jax.nn.log_sigmoid(jnp.swapaxes(y, 1, 2))
 

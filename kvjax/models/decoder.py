@@ -279,8 +279,10 @@ class Decoder(nnx.Module):
         """The decoder with `NamedSharding` leaves, for `in_shardings` and `out_shardings`."""
         return cls(config, parameter_shardings(config, mesh, rules))
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, dtype: str | None = None) -> str:
         """16 hex digits that identify config and weights, whatever device holds them.
+
+        With `dtype`, those of the weights rounded to it.
 
         Caches and learned modules record it and are refused for another backbone. Hashes a
         strided sample of every parameter, so it costs milliseconds; not for use under jit.
@@ -290,7 +292,8 @@ class Decoder(nnx.Module):
         samples = jax.device_get(_sample(self.parameters, _everywhere(self.parameters)))
         for name, sample in sorted(samples.items()):
             digest.update(name.encode())
-            digest.update(sample.astype("<f4").tobytes())
+            rounded = sample if dtype is None else sample.astype(dtype)
+            digest.update(rounded.astype("<f4").tobytes())
         return digest.hexdigest()[:16]
 
 

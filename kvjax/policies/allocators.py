@@ -19,6 +19,7 @@ from kvjax.policies.competition import (
     competing_budgets,
     largest_under,
 )
+from kvjax.whole import check_whole
 
 __all__ = ["Ada", "Cake", "Global", "Pyramid", "Uniform", "global_budgets"]
 
@@ -41,10 +42,8 @@ class Pyramid(Allocator):
     recent: int = 32
 
     def __post_init__(self) -> None:
-        if self.beta < 1:
-            raise ValueError(f"beta={self.beta}: allowed are integers >= 1")
-        if self.recent < 0:
-            raise ValueError(f"recent={self.recent}: allowed are integers >= 0")
+        check_whole("beta", self.beta, 1)
+        check_whole("recent", self.recent, 0)
 
     def layer_budgets(
         self, budget: Int[Array, " B"], lengths: Int[Array, " B"], num_layers: int

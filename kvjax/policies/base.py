@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.policies.observation import Observation, State
+from kvjax.whole import check_whole
 
 NEEDS = frozenset(
     {
@@ -38,8 +39,7 @@ class Protection:
     recent: int | float = 0
 
     def __post_init__(self) -> None:
-        if self.sinks < 0:
-            raise ValueError(f"sinks={self.sinks}: allowed are integers >= 0")
+        check_whole("sinks", self.sinks, 0)
         if self.recent < 0 or (isinstance(self.recent, float) and self.recent > 1):
             raise ValueError(
                 f"recent={self.recent}: allowed are integers >= 0 or a fraction of the budget "
@@ -86,8 +86,7 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.prefill not in ("whole", "chunked"):
             raise ValueError(f"prefill={self.prefill!r}: allowed are 'whole' and 'chunked'")
-        if self.chunk < 1:
-            raise ValueError(f"chunk={self.chunk}: allowed are integers >= 1")
+        check_whole("chunk", self.chunk, 1)
         if self.decode_interval is not None and self.decode_interval < 1:
             raise ValueError(
                 f"decode_interval={self.decode_interval}: allowed are integers >= 1, or None"

@@ -20,6 +20,7 @@ from kvjax.policies.needed import needed
 from kvjax.policies.observation import Observation, State
 from kvjax.policies.pooling import check_pooling, pool
 from kvjax.policies.registry import register
+from kvjax.whole import check_whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,8 +46,7 @@ class Cake(Allocator):
     ceiling: float | None = 4.0
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ValueError(f"window={self.window}: allowed are integers >= 1")
+        check_whole("window", self.window, 1)
         if not (self.tau1 > 0 and self.tau2 > 0):
             raise ValueError(f"tau1={self.tau1}, tau2={self.tau2}: allowed are numbers > 0")
         check_ceiling(self.ceiling)

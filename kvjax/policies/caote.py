@@ -14,6 +14,7 @@ from kvjax.policies.observation import Observation, State
 from kvjax.policies.pooling import check_pooling
 from kvjax.policies.registry import register
 from kvjax.policies.snapkv import SnapKV
+from kvjax.whole import check_whole
 
 
 @register("caote")
@@ -35,8 +36,7 @@ class CAOTE(Scorer):
     fast: bool = False
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ValueError(f"window={self.window}: allowed are integers >= 1")
+        check_whole("window", self.window, 1)
         check_pooling(self.kernel, self.pooling)
 
     def protection(self) -> Protection:

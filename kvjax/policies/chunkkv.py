@@ -13,6 +13,7 @@ from kvjax.policies.observation import Observation, State
 from kvjax.policies.registry import register
 from kvjax.policies.sharing import sum_over_heads
 from kvjax.policies.snapkv import SnapKV
+from kvjax.whole import check_whole
 
 
 @register("chunkkv")
@@ -34,8 +35,7 @@ class ChunkKV(SnapKV):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.chunk_size < 1:
-            raise ValueError(f"chunk_size={self.chunk_size}: allowed are integers >= 1")
+        check_whole("chunk_size", self.chunk_size, 1)
 
     def score(
         self, observation: Observation, params: Params, state: State

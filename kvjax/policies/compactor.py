@@ -15,6 +15,7 @@ from kvjax.policies.needed import needed
 from kvjax.policies.observation import Observation, State
 from kvjax.policies.registry import register
 from kvjax.policies.rope import rotate
+from kvjax.whole import check_whole
 
 
 @register("compactor")
@@ -40,8 +41,7 @@ class Compactor(LeverageScore):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.chunk_size < 1:
-            raise ValueError(f"chunk_size={self.chunk_size}: allowed are integers >= 1")
+        check_whole("chunk_size", self.chunk_size, 1)
 
     def protection(self) -> Protection:
         return Protection(sinks=8, recent=4)

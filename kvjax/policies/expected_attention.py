@@ -15,6 +15,7 @@ from kvjax.policies.needed import needed
 from kvjax.policies.observation import Observation, State
 from kvjax.policies.reconstruction import value_norms
 from kvjax.policies.registry import register
+from kvjax.whole import check_whole
 
 
 @register("expected-attention")
@@ -42,10 +43,8 @@ class ExpectedAttention(Scorer):
     epsilon: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.horizon < 1:
-            raise ValueError(f"horizon={self.horizon}: allowed are integers >= 1")
-        if self.skipped < 0:
-            raise ValueError(f"skipped={self.skipped}: allowed are integers >= 0")
+        check_whole("horizon", self.horizon, 1)
+        check_whole("skipped", self.skipped, 0)
         if self.epsilon < 0:
             raise ValueError(f"epsilon={self.epsilon}: allowed are numbers >= 0")
 

@@ -21,6 +21,7 @@ from kvjax.policies.base import Params, Policy, Protection, Schedule, Scorer, St
 from kvjax.policies.needed import needed
 from kvjax.policies.observation import Observation, State
 from kvjax.policies.registry import register
+from kvjax.whole import check_whole
 
 _DECODE_BUFFER = 128
 
@@ -54,8 +55,7 @@ class IndexMem(Scorer):
 
     def __post_init__(self) -> None:
         self.indexer  # noqa: B018 (checks its own fields)
-        if self.stride < 1:
-            raise ValueError(f"stride={self.stride}: allowed are integers >= 1")
+        check_whole("stride", self.stride, 1)
 
     @property
     def indexer(self) -> IndexerConfig:

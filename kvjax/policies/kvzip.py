@@ -13,6 +13,7 @@ from kvjax.policies.allocators import Global
 from kvjax.policies.base import Allocator, Params, Scorer, StateField, Uniform
 from kvjax.policies.observation import Observation, State
 from kvjax.policies.registry import register
+from kvjax.whole import check_whole
 
 # What is fed before a chunk of the context, in the chat template of the user's turn. The later
 # form ends with the last `OVERLAP` tokens of the previous chunk.
@@ -42,10 +43,8 @@ class KVzip(Scorer):
     uniform: bool = False
 
     def __post_init__(self) -> None:
-        if self.chunk_tokens < 1:
-            raise ValueError(f"chunk_tokens={self.chunk_tokens}: allowed are integers >= 1")
-        if self.first_tokens < 0:
-            raise ValueError(f"first_tokens={self.first_tokens}: allowed are integers >= 0")
+        check_whole("chunk_tokens", self.chunk_tokens, 1)
+        check_whole("first_tokens", self.first_tokens, 0)
 
     def allocator(self) -> Allocator:
         return Uniform() if self.uniform else Global()

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.learned import memory as latent
 from kvjax.learned.indexer import Activation
 from kvjax.learned.memory import MemoryConfig
-from kvjax.learned.modules import read_card
+from kvjax.learned.modules import config_of, read_card
 from kvjax.policies.base import Params, Policy, Remainder, StateField
 from kvjax.policies.indexmem import indexmem_no_memory
 from kvjax.policies.observation import MEMORY, NEWEST
@@ -51,7 +51,7 @@ class LatentMemory(Remainder):
         card = read_card(path)
         if card.kind != "memory":
             raise ValueError(f"{path}: a module of kind {card.kind!r}; needed is 'memory'")
-        return cls(config=MemoryConfig(**card.options), path=str(path))
+        return cls(config=config_of(card, MemoryConfig, path), path=str(path))
 
     def layer_fields(
         self, num_heads: int, num_kv_heads: int, head_dim: int

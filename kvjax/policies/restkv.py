@@ -27,6 +27,7 @@ from kvjax.policies.smoothing import (
     shifted_average,
     slot_order,
 )
+from kvjax.whole import check_whole
 
 # The window's queries, the keys, and the positions of both.
 type Asked = tuple[
@@ -97,8 +98,7 @@ class ReSTKV(Scorer):
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name}={getattr(self, name)!r}: allowed are {values}")
-        if self.window < 1:
-            raise ValueError(f"window={self.window}: allowed are integers >= 1")
+        check_whole("window", self.window, 1)
         if not 0 < self.alpha <= 1:
             raise ValueError(f"alpha={self.alpha}: allowed are numbers in (0, 1]")
         if self.k_min < 1 or self.k_min % 2 == 0:

@@ -15,6 +15,7 @@ from kvjax.policies.base import Params, Policy, Protection, Schedule, Scorer, St
 from kvjax.policies.needed import needed
 from kvjax.policies.observation import Observation, State
 from kvjax.policies.registry import register
+from kvjax.whole import check_whole
 
 _DECODE_BUFFER = 32
 
@@ -42,8 +43,7 @@ class Retention(Scorer):
     lookahead: int = 1
 
     def __post_init__(self) -> None:
-        if self.lookahead < 1:
-            raise ValueError(f"lookahead={self.lookahead}: allowed are integers >= 1")
+        check_whole("lookahead", self.lookahead, 1)
 
     def protection(self) -> Protection:
         return Protection(sinks=0)

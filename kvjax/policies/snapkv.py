@@ -14,6 +14,7 @@ from kvjax.policies.needed import needed
 from kvjax.policies.observation import Observation, State
 from kvjax.policies.pooling import check_pooling, pool
 from kvjax.policies.registry import register
+from kvjax.whole import check_whole
 
 
 @register("snapkv")
@@ -35,8 +36,7 @@ class SnapKV(Scorer):
     pooling: Literal["avg", "max"] = "avg"
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ValueError(f"window={self.window}: allowed are integers >= 1")
+        check_whole("window", self.window, 1)
         check_pooling(self.kernel, self.pooling)
 
     def protection(self) -> Protection:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.policies.base import Policy, Remainder
 from kvjax.policies.registry import register
 from kvjax.policies.snapkv import SnapKV
+from kvjax.whole import check_whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,8 +33,7 @@ class CacheMerging(Remainder):
     neighbours: int = 32
 
     def __post_init__(self) -> None:
-        if self.neighbours < 1:
-            raise ValueError(f"neighbours={self.neighbours}: allowed are integers >= 1")
+        check_whole("neighbours", self.neighbours, 1)
 
     def apply(
         self,
@@ -79,8 +79,7 @@ class PivotMerging(Remainder):
     block: int = 256  # entries compared at a time; memory is B K block^2 floats
 
     def __post_init__(self) -> None:
-        if self.block < 1:
-            raise ValueError(f"block={self.block}: allowed are integers >= 1")
+        check_whole("block", self.block, 1)
 
     def apply(
         self,

@@ -158,6 +158,9 @@ def test_erasing_inside_jit_needs_no_known_spans():
 
     inside = edit(tiny.full()[1], jnp.asarray(rows_of()))
     np.testing.assert_allclose(inside.keys, steer(tiny.full()[1]).keys, atol=1e-5)
+    both = np.array([[(20, 25), (0, 6)], [(0, 0), (3, 9)], [(4, 6), (0, 3)]], np.int32)
+    inside = edit(tiny.full()[1], jnp.asarray(both))  # in any order: from left to right
+    np.testing.assert_allclose(inside.keys, erased("kveraser", both).keys, atol=1e-5)
 
 
 @pytest.mark.parametrize("pages", [None, 16])

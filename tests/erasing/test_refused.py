@@ -121,6 +121,32 @@ def test_a_cache_that_remembers_what_was_evicted():
         erase(rows_of(), cache=cache)
 
 
+@pytest.mark.parametrize(
+    ("extent", "message"),
+    [
+        ({"span": 5}, "extent.span=5: these spans need 6 or more"),
+        ({"prefix": 2}, "extent.prefix=2: these spans need 3 or more"),
+        ({"suffix": 38}, "extent.suffix=38: these spans need 39 or more"),
+        ({"span": 0}, "extent.span=0: allowed are integers >= 1"),
+        ({"suffix": 2.5}, "extent.suffix=2.5: allowed are integers >= 0"),
+    ],
+)
+def test_an_extent_that_does_not_hold_the_spans(extent, message):
+    with pytest.raises(ValueError, match=message):
+        extent = kvjax.erasing.Extent(**{"span": 6, "prefix": 3, "suffix": 39} | extent)
+        kvjax.erase(
+            tiny.model(), None, one_row(), tiny.tokens()[:1], (3, 9), extent=extent, method="mask"
+        )
+
+
+def test_a_note_behind_a_policy_that_goes_on_evicting():
+    policy = tiny.policy("h2o", decode_interval=4)
+    half = np.array([24, 16, 4], np.int32)
+    cache = tiny.prefill(tiny.tokens(), tiny.LENGTHS, half, policy)[1]
+    with pytest.raises(ValueError, match="'note': this cache's policy goes on evicting"):
+        erase(rows_of(), kvjax.erasing_method("note", note=(1,)), cache=cache)
+
+
 def test_a_note_for_which_there_is_no_room():
     note = kvjax.erasing_method("note", note=(1,) * 20)
     with pytest.raises(ValueError, match="20 tokens for a cache with room for 16"):

@@ -229,7 +229,7 @@ def test_a_chunked_policy_has_a_prefill_of_its_own(loaded, run_config):
 
 def test_a_trained_module_is_a_policy_of_a_config(loaded, run_config, tmp_path):
     model, _ = loaded
-    recipe = RetentionRecipe(RetentionConfig(width=8, bias=2.0), 128)
+    recipe = RetentionRecipe(RetentionConfig(width=8, memory=16, bias=2.0), 128)
     recipe.export(recipe.init(model, jax.random.key(0)), model, tmp_path / "gates", {})
     path = str(tmp_path / "gates")
     changed = small_config(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -156,8 +158,13 @@ def test_the_loss_falls_and_the_export_is_an_eraser(model, tmp_path):
     going_on = recipe(start=str(tmp_path / "export")).init(model, jax.random.key(5))
     jax.tree.map(np.testing.assert_array_equal, going_on, eraser.arrays)
     other = EraserRecipe(EraserTraining(rank=2, start=str(tmp_path / "export")), LENGTH, 32)
-    with pytest.raises(ValueError, match=r"module.start=.*of another rank"):
+    with pytest.raises(ValueError, match=r"module.start=.*'rank': 4.*allowed is eraser of this"):
         other.init(model, jax.random.key(0))
+    louder = EraserRecipe(
+        dataclasses.replace(own.config, alpha=9.0, start=str(tmp_path / "export")), LENGTH, 32
+    )
+    with pytest.raises(ValueError, match=r"'alpha': 9"):
+        louder.init(model, jax.random.key(0))
 
 
 @pytest.mark.parametrize(

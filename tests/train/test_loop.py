@@ -13,11 +13,13 @@ import jax
 import numpy as np
 import pytest
 
+import kvjax
 from tests import tiny
 from tests.train import tiny_run
 from train import loop
 from train.loop import Stopped, train
 from train.metrics import METRICS_FILE, read_lines
+from train.optimizer import OptimizerConfig, learning_rate
 from train.recipes import recipe_of
 
 
@@ -214,7 +216,57 @@ def test_a_report_draws_the_run(unbroken, capsys):
 def test_a_loss_explodes_where_it_is_far_above_all_recent_ones():
     guard = loop._Guard(20.0)
     mixture = [0.05, 0.1, 0.05, 0.1, 2.5] * 10  # needles, and now and then a row of text
-    assert [guard.check(loss) for loss in mixture] == [None] * 50
-    assert guard.check(3.0) is None
-    assert guard.check(100.0) == "the loss is 100, 33 times its recent largest"
-    assert guard.check(float("inf")) == "the loss is inf"
+    assert [guard.check(loss, 1.0) for loss in mixture] == [None] * 50
+    assert guard.check(3.0, 1.0) is None
+    assert guard.check(100.0, 1.0) == "the loss is 100, 33 times its recent largest"
+    assert guard.check(float("inf"), 1.0) == "the loss is inf"
+    nothing = loop._Guard(20.0)
+    assert [nothing.check(0.0, 0.0) for _ in range(50)] == [None] * 50
+    assert nothing.check(0.04, 0.0) == "the loss is 0.04, 40 times its recent largest"
+
+
+def test_a_gradient_that_is_not_finite_stops_its_own_step(tmp_path):
+    """Else the next loss would tell, behind a checkpoint of parameters that are lost."""
+    settings = tiny_run.config(str(tmp_path))
+    recipe = recipe_of(settings)
+
+    class Broken:
+        def __getattr__(self, name):
+            return getattr(recipe, name)
+
+        def loss(self, params, *rest):
+            total, parts = recipe.loss(params, *rest)
+            poison = jax.tree.leaves(params)[0].ravel()[0] * 0  # 0, of infinite slope
+            return total + jax.numpy.sqrt(poison), parts
+
+    with pytest.raises(Stopped, match=r"step 1: the gradient's norm is (nan|inf)"):
+        train(settings, Broken(), tiny.model(num_layers=2), tiny_run.Batches(), lambda line: None)
+    assert not list((tmp_path / "checkpoints").glob("[0-9]*"))
+
+
+def test_a_start_of_another_backbone_is_refused(tmp_path):
+    model = tiny.model(num_layers=2)
+    module = {"kind": "retention", "width": 16, "memory": 4}
+    first = recipe_of(tiny_run.config(str(tmp_path), module=module))
+    first.export(first.init(model, jax.random.key(0)), model, tmp_path / "export", {"model": "one"})
+    module["start"] = str(tmp_path / "export")
+    settings = tiny_run.config(str(tmp_path / "run"), module=module)
+    other = kvjax.Decoder.random(model.config, jax.random.key(99))
+    with pytest.raises(ValueError, match="was trained for one"):
+        train(settings, recipe_of(settings), other, tiny_run.Batches(), lambda line: None)
+
+
+def test_steps_whose_gradients_would_be_lost_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="steps=6: allowed are multiples of accumulation=4"):
+        tiny_run.config(str(tmp_path), accumulation=4)
+
+
+@pytest.mark.parametrize(
+    ("steps", "decay", "warmup"), [(150, 0.5, 100), (100, 0.2, 100), (60, 0.2, 0)]
+)
+def test_what_the_warmup_leaves_of_the_steps_holds_the_decay(steps, decay, warmup):
+    settings = OptimizerConfig(learning_rate=1.0, schedule="wsd", decay=decay, warmup=warmup)
+    rates = np.asarray(learning_rate(settings, steps)(np.arange(steps + 1)))
+    assert rates.max() == 1.0 and rates[-1] == pytest.approx(1e-6)
+    falling = min(round(decay * steps), steps - warmup) or 1
+    assert (np.diff(rates[-falling - 1 :]) < 0).all()

@@ -293,7 +293,7 @@ def test_a_policy_without_weights_takes_no_path():
 def test_another_start_is_refused(model, tmp_path):
     exported_indexer(model, tmp_path)
     config = IndexMemTraining(**{**SMALL, "near": 3}, start=str(tmp_path))
-    with pytest.raises(ValueError, match=r"module.start=.*an indexer of this config's"):
+    with pytest.raises(ValueError, match=r"module.start=.*allowed is indexer of this config's"):
         IndexMemRecipe(config, 32).init(model, jax.random.key(0))
     narrow = dataclasses.replace(tiny.CONFIG, hidden_size=24, num_layers=2, windows=())
     other = kvjax.Decoder.random(narrow, jax.random.key(1))

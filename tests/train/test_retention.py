@@ -46,7 +46,7 @@ def layered(recipe, gates, model):
 
 
 def test_open_gates_leave_the_model_as_it_is(model, batch):
-    recipe = RetentionRecipe(RetentionConfig(width=8), 32)
+    recipe = RetentionRecipe(RetentionConfig(width=8, memory=4), 32)
     gates = layered(recipe, open_gates(recipe, model), model)
     at = sampled_positions(jax.random.key(0), batch["segments"], 0)
     decayed, held = decayed_pass(model, gates, batch, at)
@@ -120,6 +120,17 @@ def test_capacity_starts_near_one_and_ends_at_zero():
         assert capacity_loss(jnp.minimum(full, 8.0), age, present, 8, kind) == 0.0
 
 
+def test_the_name_says_whose_entries_the_capacity_counts():
+    assert RetentionConfig().shared_by == "global"
+    assert RetentionConfig(name="retention-local").shared_by == "local"
+    assert RetentionConfig(name="retention-local", capacity="global").shared_by == "global"
+
+
+def test_a_capacity_of_all_entries_is_refused():
+    with pytest.raises(ValueError, match=r"module.memory=32: rows have 32 tokens.*integers < 32"):
+        RetentionRecipe(RetentionConfig(memory=32), 32)
+
+
 def test_sampled_positions_are_different_places():
     segments = jnp.zeros((3, 50), jnp.int32)
     at = np.asarray(sampled_positions(jax.random.key(1), segments, 20))
@@ -147,7 +158,7 @@ def test_every_gate_gets_a_gradient(model, batch):
 
 
 def test_an_exported_module_is_a_policy_of_its_backbone_only(model, tmp_path):
-    recipe = RetentionRecipe(RetentionConfig(width=8, name="retention-local"), 32)
+    recipe = RetentionRecipe(RetentionConfig(width=8, memory=4, name="retention-local"), 32)
     params = recipe.init(model, jax.random.key(0))
     recipe.export(params, model, tmp_path, {"model": "tiny", "steps": 3})
     card = modules.read_card(tmp_path)
@@ -168,21 +179,46 @@ def test_an_exported_module_is_a_policy_of_its_backbone_only(model, tmp_path):
         kvjax.load_policy(tmp_path / "nowhere", model)
 
 
+@pytest.mark.parametrize(
+    ("options", "arrays", "message"),
+    [
+        ({"width": 8, "depth": 2}, {}, "options .*'depth': 2.* of its card: .*'depth'"),
+        ({"width": 0}, {}, "width=0: allowed are integers"),
+        ({}, {"b3": None}, "without 'b3': needed are"),
+        ({}, {"b4": jnp.zeros(3)}, "with 'b4': needed are"),
+        ({}, {"w3": jnp.zeros((2, 8, 2))}, r"'w3' is float32 of shape \(2, 8, 2\): needed is"),
+        ({}, {"b3": jnp.zeros(2, jnp.int32)}, "'b3' is int32 of shape"),
+    ],
+)
+def test_a_damaged_module_is_refused_in_one_line(model, tmp_path, options, arrays, message):
+    recipe = RetentionRecipe(RetentionConfig(width=8, memory=4), 32)
+    params = recipe.init(model, jax.random.key(0))
+    recipe.export(params, model, tmp_path, {"model": "tiny"})
+    card = modules.read_card(tmp_path)
+    changed = {name: a for name, a in (params | arrays).items() if a is not None}
+    modules.save_module(
+        tmp_path, changed, dataclasses.replace(card, options=dict(card.options) | options)
+    )
+    with pytest.raises(ValueError, match=message) as caught:
+        kvjax.policy_params(model, kvjax.policy("retention-global", path=str(tmp_path)))
+    assert "\n" not in str(caught.value)
+
+
 def test_training_goes_on_from_an_exported_module(model, tmp_path):
-    first = RetentionRecipe(RetentionConfig(width=8), 32)
+    first = RetentionRecipe(RetentionConfig(width=8, memory=4), 32)
     params = first.init(model, jax.random.key(0))
     first.export(params, model, tmp_path, {"model": "tiny"})
-    config = RetentionConfig(width=8, name="retention-local", start=str(tmp_path))
+    config = RetentionConfig(width=8, memory=4, name="retention-local", start=str(tmp_path))
     found = jax.jit(lambda key: RetentionRecipe(config, 32).init(model, key))(jax.random.key(1))
     jax.tree.map(np.testing.assert_array_equal, found, params)
     second = RetentionRecipe(config, 32)
     second.export(found, model, tmp_path / "second", {"model": "tiny", "steps": 2})
     assert modules.read_card(tmp_path / "second").training["before"] == {"model": "tiny"}
     other = RetentionRecipe(dataclasses.replace(config, width=4), 32)
-    with pytest.raises(ValueError, match="holds gates"):
+    with pytest.raises(ValueError, match=r"holds retention .*'width': 8"):
         other.init(model, jax.random.key(0))
     deeper = tiny.model(num_layers=3)
-    with pytest.raises(ValueError, match="gates of another backbone"):
+    with pytest.raises(ValueError, match="of another backbone"):
         RetentionRecipe(config, 32).init(deeper, jax.random.key(0))
 
 
@@ -191,6 +227,9 @@ def test_training_goes_on_from_an_exported_module(model, tmp_path):
     [
         ({"name": "retention"}, "module.name='retention'"),
         ({"memory": 0}, "module.memory=0"),
+        ({"capacity_weight": -1.0}, "module.capacity_weight=-1.0: allowed: numbers >= 0"),
+        ({"capacity_weight": float("nan")}, "module.capacity_weight=nan"),
+        ({"bias": float("inf")}, "module.bias=inf"),
         ({"kl": False, "ce": False}, "both false"),
         ({"gate": "rg", "tie_heads": True}, "tie_heads"),
         ({"width": 0}, "width=0"),

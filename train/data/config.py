@@ -160,6 +160,8 @@ def _task(key: str, content: Any) -> TaskConfig:
         aliases={"haystack": "haystacks", "length": "lengths", "subset": "subsets"},
     )
     task = TASKS[fields.choice(f"{key}.task", given["task"], _GENERATED)]
+    if "subsets" in given and not task.subsets:
+        raise _foreign(key, "subsets", task.name)
     config = _built(
         TaskConfig,
         key,
@@ -175,20 +177,23 @@ def _task(key: str, content: Any) -> TaskConfig:
         weight=fields.positive,
     )
     foreign = {
-        "subsets": bool(config.subsets) and not task.subsets,
         "keys": config.keys != 1 and task.name != "needle",
         "depths": config.depths != (0.0, 1.0) and task.name != "needle",
         "path": config.path is not None and not task.subsets,
     }
     for field, refused in foreign.items():
         if refused:
-            raise ValueError(f"{key}.{field}: task {task.name} does not take it; leave it out")
+            raise _foreign(key, field, task.name)
     if config.keys > MOST_KEYS:
         raise fields.error(f"{key}.keys", config.keys, f"integers from 1 to {MOST_KEYS}")
     for subset in config.subsets:
         if subset in question_answering.FORMATS and config.path is None:
             raise ValueError(f"missing key 'path' in {key}: {subset} needs a file of questions")
     return config
+
+
+def _foreign(key: str, field: str, task: str) -> ValueError:
+    return ValueError(f"{key}.{field}: task {task} does not take it; leave it out")
 
 
 def _erase(key: str, content: Any) -> ErasedConfig:

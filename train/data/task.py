@@ -9,6 +9,7 @@ context is one that evaluation asks about.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,6 +75,8 @@ class TaskSource:
         every = [sample for kinds in probes for samples in kinds for sample in samples]
         self._count = prompt_counter(self._prompter, every)
         texts = [k.haystack.sha256[:16] for kinds in given for k in kinds if k.haystack]
+        if config.path is not None and Path(config.path).is_file():
+            texts.append(hashlib.sha256(Path(config.path).read_bytes()).hexdigest()[:16])
         described = dataclasses.replace(config, weight=1.0, path=None, haystacks=())
         self.identity = f"{described} on {', '.join(texts) or 'its own text'}, {most}"
 

@@ -44,8 +44,11 @@ class TextSource:
         if not spans:
             raise ValueError(f"{', '.join(config.text)}: holds no text; text is needed")
         self._spans = np.asarray(spans, np.int64)
-        digest = hashlib.sha256(np.diff(self._spans[:, 1:]).tobytes())
-        digest.update(repr([len(text) for text in self._rows]).encode())
+        digest = hashlib.sha256(self._spans.tobytes())
+        digest.update(repr(self._rows).encode())
+        for file in self._files:
+            if file.suffix not in paths.ROWS:
+                digest.update(file.read_bytes())
         self.identity = f"text of {len(spans)} documents, {digest.hexdigest()[:16]}"
 
     def __len__(self) -> int:

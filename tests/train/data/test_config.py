@@ -81,7 +81,7 @@ BAD = [
     ([TASK | {"lengths": True}], r"lengths=True: allowed|lengths=\[True"),
     ([TASK | {"lengths": 2.5}], r"lengths=2.5: allowed"),
     ([TASK | {"length": 3}], "key 'lengths' in data.0. is given twice"),
-    ([TASK | {"subsets": ["vt"]}], r"subsets\[0\]='vt'"),
+    ([TASK | {"subsets": ["vt"]}], r"data\[0\].subsets: task needle does not take it"),
     ([TASK | {"haystacks": ["nois"]}], r"haystacks\[0\]='nois': .*did you mean 'noise'"),
     ([TASK | {"keys": 0}], "keys=0: allowed: integers >= 1"),
     ([TASK | {"keys": 41}], "keys=41: allowed: integers from 1 to 40"),

@@ -91,6 +91,7 @@ def test_identity_follows_the_content_and_not_its_place(tmp_path):
 
     assert identity("here", "A b.") == identity("there", "A b.")
     assert identity("here", "A b.") != identity("here", "A b c.")
+    assert identity("here", "A b.") != identity("here", "A c.")
 
 
 def test_unreadable_text_is_refused_in_one_line(tmp_path):
