@@ -241,7 +241,7 @@ def test_the_size_and_parameters_are_the_papers():
         ({"combine": "sum"}, "combine='sum'"),
         ({"gate": "open"}, "gate='open'"),
         ({"coordinates": "rope"}, "coordinates='rope'"),
-        ({"size": 0}, "size=0: allowed are integers >= 1, or None"),
+        ({"size": 0}, "size=0: allowed are integers >= 1"),
         ({"decay": 0.0}, r"decay=0\.0: allowed are numbers in \(0, 1\]"),
         ({"eta": 0.0}, "eta > 0"),
         ({"eps": -1.0}, "eps >= 0"),
