@@ -16,6 +16,7 @@ from eval.tables import (
     budgets,
     cells,
     difference_cells,
+    differences,
     failure_lines,
     family_table,
     mark,
@@ -58,11 +59,11 @@ def _part(part: Part, level: str) -> list[str]:
     for section, rows in part.rows.items():
         lines.append(f"{below} {_heading(section.task, section.haystack, section.length)}\n")
         lines += [*_rows(rows, part), ""]
-    if comparisons := part.comparisons:
-        lines += [f"{below} Differences to the best policy\n"]
+    for title, pairs in differences(part):
+        lines += [f"{below} {title}\n"]
         lines += ["Paired bootstrap on the same samples, 95 %.\n"]
         table = [list(DIFFERENCE_HEADINGS)]
-        table += [[_escaped(cell) for cell in difference_cells(pair)] for pair in comparisons]
+        table += [[_escaped(cell) for cell in difference_cells(pair)] for pair in pairs]
         lines += [*_table(table, 4, last=1), ""]
     if results.absent:
         lines.append(f"{below} Absent tasks\n")

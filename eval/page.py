@@ -11,7 +11,7 @@ from eval.families import Family
 from eval.page_samples import e, sample, td
 from eval.parts import Part, heading
 from eval.records import Results
-from eval.summary import Row, Section
+from eval.summary import Pair, Row, Section
 
 _NO_PLOTS = "<p class=note>No plots: they need matplotlib (the extra <code>plot</code>).</p>"
 # All with room for the sign, so that numbers stand below one another.
@@ -62,7 +62,7 @@ def _part(part: Part, index: int, alone: bool) -> list[str]:
         head + _warnings(part) + _cards(part) + "</header>",
         *(_family(part, family) for family in part.families),
         *_tasks(part),
-        _differences(part),
+        *(_differences(title, pairs) for title, pairs in tables.differences(part)),
         _worst(part.results),
         _absent(part.results),
         _failures(part.results),
@@ -247,11 +247,9 @@ def _table(part: Part, rows: Sequence[Row]) -> str:
     )
 
 
-def _differences(part: Part) -> str:
-    if not part.comparisons:
-        return ""
+def _differences(title: str, pairs: Sequence[Pair]) -> str:
     groups: dict[str, list[str]] = {}
-    for pair in part.comparisons:
+    for pair in pairs:
         name, *cells = map(e, tables.difference_cells(pair))
         cells[-1] = f"<small>{cells[-1]}</small>"
         dim = "" if pair.difference.significant else " class=dim"
@@ -263,7 +261,7 @@ def _differences(part: Part) -> str:
         for name, lines in groups.items()
     )
     return (
-        "<section><h2>Differences to the best policy</h2><p>On the same samples, by paired "
+        f"<section><h2>{title}</h2><p>On the same samples, by paired "
         "bootstrap. A difference whose interval covers 0 is not significant. Differences between "
         f"all pairs are in results.json.</p>{boxes}</section>"
     )

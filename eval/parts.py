@@ -25,7 +25,8 @@ class Part:
     rows: dict[Section, list[Row]]
     families: list[Family]
     pairs: list[Pair]  # of all families, then of all sections
-    comparisons: list[Pair]
+    comparisons: list[Pair]  # of the best evicting policy with the others
+    against_full: list[Pair]  # of every policy with the full cache
     best: dict[Any, str]  # "best" or "like" it, by what `_place` says of a row
 
     def verdict(self, row: Row) -> str:
@@ -70,6 +71,7 @@ def parts(results: Results | Sequence[Results]) -> list[Part]:
                 families=tables,
                 pairs=pairs,
                 comparisons=comparisons,
+                against_full=summary.against_full(pairs),
                 best=_verdicts(every, comparisons),
             )
         )

@@ -164,6 +164,11 @@ def comparisons(rows: Iterable[Row], pairs: Iterable[Pair]) -> list[Pair]:
     return found
 
 
+def against_full(pairs: Iterable[Pair]) -> list[Pair]:
+    """Every policy against the full cache; above 0 where evicting scores more."""
+    return [-pair for pair in pairs if pair.first == "full"]
+
+
 def scores(samples: Sequence[SampleResult]) -> dict[Column, np.ndarray]:
     """Score of every sample [n] by policy and budget; NaN where it was not run."""
     found: dict[Column, np.ndarray] = {}

@@ -203,7 +203,16 @@ def difference_cells(pair: Pair) -> tuple[str, ...]:
     )
 
 
-DIFFERENCE_HEADINGS = ("task", "budget", "best", "other", "difference", "interval", "")
+DIFFERENCE_HEADINGS = ("task", "budget", "policy", "other", "difference", "interval", "")
+
+
+def differences(part: Part) -> list[tuple[str, list[Pair]]]:
+    """Titled lists of comparisons that are not empty."""
+    both = [
+        ("Differences to the full cache", part.against_full),
+        ("Differences of the best policy to the others", part.comparisons),
+    ]
+    return [(title, pairs) for title, pairs in both if pairs]
 
 
 def _titled(part: Part, sections: Sequence[Section]) -> list[tuple[str, list[Row]]]:

@@ -29,6 +29,8 @@ def test_others_are_named_with_what_is_allowed(value):
         ("snapkv", "window"),
         ("chunkkv", "chunk_size"),
         ("streaming", "sinks"),
+        ("snapkv", "decode_interval"),
+        ("leverage", "sketch"),
     ],
 )
 def test_options_of_policies_are_such(policy, option):

@@ -107,17 +107,9 @@ def check_eraser(eraser: Eraser, model: ModelConfig) -> None:
     Raises:
       ValueError: a missing or unknown array, or one of another shape or dtype.
     """
-    wanted = eraser_shapes(eraser.config, model)
-    if missing := sorted(wanted.keys() - eraser.arrays.keys()):
-        raise ValueError(f"eraser without {missing[0]!r}: its config names {eraser.config.targets}")
-    if extra := sorted(eraser.arrays.keys() - wanted.keys()):
-        raise ValueError(f"eraser with {extra[0]!r}: its config names {eraser.config.targets}")
-    for name, shape in wanted.items():
-        array = eraser.arrays[name]
-        if array.shape != shape:
-            raise ValueError(f"eraser {name!r} of shape {array.shape}: this model needs {shape}")
-        if array.dtype != jnp.float32:
-            raise ValueError(f"eraser {name!r} of dtype {array.dtype}: allowed is float32")
+    shapes = eraser_shapes(eraser.config, model)
+    wanted = {n: jax.ShapeDtypeStruct(shape, jnp.float32) for n, shape in shapes.items()}
+    modules.check_arrays(eraser.arrays, wanted, "eraser")
 
 
 def save_eraser(

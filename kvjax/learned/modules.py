@@ -120,21 +120,21 @@ def config_of[C](card: Card, cls: type[C], where: str | Path) -> C:
         raise ValueError(f"{where}: options {dict(card.options)} of its card: {error}") from error
 
 
-def check_arrays(arrays: Mapping[str, Any], wanted: Mapping[str, Any], where: str | Path) -> None:
-    """Refuses other arrays than those of `wanted`: names, shapes, dtypes.
+def check_arrays(arrays: Mapping[str, Any], wanted: Mapping[str, Any], whose: str | Path) -> None:
+    """Refuses other arrays than those of `wanted`: names, shapes, dtypes. `whose` begins the error.
 
     Raises:
       ValueError: the first that is missing, unknown or different.
     """
     if missing := sorted(wanted.keys() - arrays.keys()):
-        raise ValueError(f"{where}: without {missing[0]!r}: needed are {', '.join(wanted)}")
+        raise ValueError(f"{whose}: without {missing[0]!r}: needed are {', '.join(wanted)}")
     if extra := sorted(arrays.keys() - wanted.keys()):
-        raise ValueError(f"{where}: with {extra[0]!r}: needed are {', '.join(wanted)}")
+        raise ValueError(f"{whose}: with {extra[0]!r}: needed are {', '.join(wanted)}")
     for name, like in wanted.items():
         found = arrays[name]
         if (found.shape, found.dtype) != (like.shape, like.dtype):
             raise ValueError(
-                f"{where}: {name!r} is {found.dtype} of shape {found.shape}: needed is "
+                f"{whose}: {name!r} is {found.dtype} of shape {found.shape}: needed is "
                 f"{like.dtype} of shape {like.shape}"
             )
 

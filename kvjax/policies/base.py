@@ -87,10 +87,8 @@ class Schedule:
         if self.prefill not in ("whole", "chunked"):
             raise ValueError(f"prefill={self.prefill!r}: allowed are 'whole' and 'chunked'")
         check_whole("chunk", self.chunk, 1)
-        if self.decode_interval is not None and self.decode_interval < 1:
-            raise ValueError(
-                f"decode_interval={self.decode_interval}: allowed are integers >= 1, or None"
-            )
+        if self.decode_interval is not None:
+            check_whole("decode_interval", self.decode_interval, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from kvjax.policies.base import Params, Scorer
 from kvjax.policies.observation import Observation, State
 from kvjax.policies.registry import register
 from kvjax.policies.rope import rotate
+from kvjax.whole import check_whole
 
 
 @register("leverage")
@@ -32,8 +33,8 @@ class LeverageScore(Scorer):
     pre_rope: bool = True
 
     def __post_init__(self) -> None:
-        if self.sketch is not None and self.sketch < 1:
-            raise ValueError(f"sketch={self.sketch}: allowed are integers >= 1, or None for exact")
+        if self.sketch is not None:
+            check_whole("sketch", self.sketch, 1)
         if self.ridge <= 0:
             raise ValueError(f"ridge={self.ridge}: allowed are numbers > 0")
 

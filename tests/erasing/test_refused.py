@@ -94,7 +94,9 @@ def test_a_method_without_the_eraser_it_needs():
 def test_an_eraser_of_another_shape():
     arrays = eraser().arrays | {"q_proj.a": jnp.zeros((3, 32, 5))}
     wrong = Eraser(config=eraser().config, arrays=arrays)
-    with pytest.raises(ValueError, match=r"'q_proj.a' of shape \(3, 32, 5\).*\(3, 32, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"'q_proj.a' is float32 of shape \(3, 32, 5\).*\(3, 32, 4\)"
+    ):
         erase((3, 9), "kveraser", adapters=wrong)
 
 

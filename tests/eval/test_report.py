@@ -181,6 +181,18 @@ def test_differences_are_paired_and_to_the_best(results):
     assert "-0.000" not in md(results)
 
 
+def test_every_policy_is_compared_with_the_full_cache(results):
+    (part,) = parts_module.parts(results)
+    rows = {(r.haystack, r.length, r.policy, r.budget): r.score.mean for r in summary.rows(results)}
+    assert len(part.against_full) == sum(budget != "full" for *_, budget in rows)
+    for c in part.against_full:
+        place = (c.haystack, c.length)
+        gained = rows[*place, c.first, c.budget] - rows[*place, "full", "full"]
+        assert c.second == "full" and c.difference.mean == pytest.approx(gained)
+    assert "Differences to the full cache" in html(results)
+    assert "Differences to the full cache" in md(results)
+
+
 def test_every_two_policies_are_compared_on_the_same_samples(ruler):
     pairs = summary.pairwise(ruler)
     assert len(pairs) == 3 * 3 * 6  # sections, budgets, and two of the full cache and 3 policies
