@@ -46,7 +46,7 @@ if [ -e "$unfinished" ] || { [ -e "$venv" ] && ! runs; }; then
 fi
 if [ ! -e "$venv" ]; then
     python=$(sh scripts/find_python.sh)
-    printf 'kvjax: setting up %s with %s (about 1 GB, a few minutes the first time)\n' "$venv" "$python"
+    printf 'kvjax: setting up %s with %s (1.7 GB, a few minutes the first time)\n' "$venv" "$python"
     mkdir -p "$venv"
     : >"$unfinished"
     "$python" -m venv "$venv"
