@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import ClassVar, Literal
 
 import jax.numpy as jnp
@@ -23,11 +24,15 @@ from kvjax.policies.smoothing import (
     Temporal,
     attention_drift,
     drift_kernel,
+    mean_places,
     query_weights,
     shifted_average,
     slot_order,
 )
 from kvjax.whole import check_whole
+
+# Queries whose weights are in memory together, for the drift.
+DRIFT_QUERIES = 8
 
 # The window's queries, the keys, and the positions of both.
 type Asked = tuple[
@@ -174,14 +179,12 @@ class ReSTKV(Scorer):
                 tau=self.tau,
             )
 
-        weights = window_attention(*asked)  # [B, H, W, S]
         all_of_them = jnp.full_like(observation.next_position, 2**30)
 
         def add(query: Array, total: Array) -> Array:
-            row = lax.dynamic_index_in_dim(weights, query, axis=2, keepdims=False)
             own = lax.dynamic_index_in_dim(share, query, axis=1, keepdims=False)
             error = removal_error(
-                row.reshape(batch, kv_heads, -1, slots),
+                window_attention(*_rows(asked, query, 1)).reshape(batch, kv_heads, -1, slots),
                 observation.values,
                 positions,
                 all_of_them,
@@ -237,14 +240,37 @@ class ReSTKV(Scorer):
         if steps == 0 and self.rule == "clean":
             width = jnp.full(scores.shape[:2], self.k_min, jnp.int32)
             return shifted_average(scores, entries, width, jnp.zeros_like(width), self.k_min // 2)
-        # The one thing here that needs every weight of every query at once.
-        drift = attention_drift(
-            window_attention(*asked),
-            asked[2],
-            slot_order(observation.valid),
-            observation.budget - self.window,
+        order, count = slot_order(observation.valid), observation.budget - self.window
+        places = _by_queries(
+            lambda rows: mean_places(window_attention(*rows), order, count), asked, DRIFT_QUERIES
         )
+        drift = attention_drift(places, asked[2])
         drift = jnp.mean(drift.reshape(*scores.shape[:2], -1), axis=-1)
         width, shift = drift_kernel(drift, beta, self.k_min, self.rule)
         reach = max(self.k_min // 2, steps) + steps + (self.rule == "released_code")
         return shifted_average(scores, entries, width, shift, reach)
+
+
+def _rows(asked: Asked, first: Array, count: int) -> tuple[Array, Array, Array, Array]:
+    """`asked` with `count` of its queries."""
+    queries, keys, query_positions, positions = asked
+    queries = lax.dynamic_slice_in_dim(queries, first, count, axis=2)
+    query_positions = lax.dynamic_slice_in_dim(query_positions, first, count, axis=1)
+    return queries, keys, query_positions, positions
+
+
+def _by_queries(
+    function: Callable[[tuple[Array, Array, Array, Array]], Array], asked: Asked, block: int
+) -> Float[Array, "B H W"]:
+    """`function` of a block of queries at a time, so that it never holds all their weights."""
+    batch, heads, window, _ = asked[0].shape
+    block = min(block, window)
+
+    def visit(step: Array, found: Array) -> Array:
+        first = jnp.minimum(step * block, window - block)  # the last block may repeat some
+        return lax.dynamic_update_slice_in_dim(
+            found, function(_rows(asked, first, block)), first, axis=2
+        )
+
+    found = jnp.zeros((batch, heads, window), jnp.float32)
+    return lax.fori_loop(0, -(-window // block), visit, found)

@@ -42,21 +42,17 @@ def slot_order(valid: Bool[Array, "B K S"]) -> Int[Array, "B K S"]:
     return jnp.maximum(jnp.cumsum(valid, axis=-1, dtype=jnp.int32) - 1, 0)
 
 
-def attention_drift(
-    weights: Float[Array, "B H W S"],
-    query_positions: Int[Array, "B W"],
-    order: Int[Array, "B K S"],
-    count: Int[Array, " B"],
-) -> Float[Array, "B H"]:
-    """How far attention moves to earlier entries from the older half of the queries to the newer.
+def mean_places(
+    weights: Float[Array, "B H Q S"], order: Int[Array, "B K S"], count: Int[Array, " B"]
+) -> Float[Array, "B H Q"]:
+    """Mean place of the `count` largest weights of each query.
 
-    D_front - D_rear, each the mean place of the `count` largest weights over the rows of a half
-    of the window. Positive: the newer queries look at earlier entries. `count` is data, so the
-    largest weights are found by bisection on a threshold, until each row's last bracket holds at
-    most count / 256 entries (below 512, one); these share the places that are left, which also
-    settles ties. Weights below the smallest normal float32 are never among the largest.
+    `count` is data, so the largest weights are found by bisection on a threshold, until each
+    row's last bracket holds at most count / 256 entries (below 512, one); these share the places
+    that are left, which also settles ties. Weights below the smallest normal float32 are never
+    among the largest.
     """
-    batch, heads, window, slots = weights.shape
+    batch, heads, queries, slots = weights.shape
     kv_heads = order.shape[1]
     weights = weights.reshape(batch, kv_heads, -1, slots)
     # Thresholds are halved as integers, in log scale: weights span many octaves.
@@ -111,8 +107,17 @@ def attention_drift(
     places = order.astype(jnp.float32)[..., None]
     total = jnp.matmul(taken, places, precision="highest")[..., 0]
     mean = total / jnp.maximum(wanted, 1).astype(jnp.float32)
-    mean = mean.reshape(batch, heads, window)
+    return mean.reshape(batch, heads, queries)
 
+
+def attention_drift(
+    places: Float[Array, "B H W"], query_positions: Int[Array, "B W"]
+) -> Float[Array, "B H"]:
+    """How far attention moves to earlier entries from the older half of the queries to the newer.
+
+    D_front - D_rear, each the mean of `mean_places` over the rows of a half of the window.
+    Positive: the newer queries look at earlier entries. 0 for a single query.
+    """
     present = query_positions >= 0
     number = jnp.cumsum(present, axis=1, dtype=jnp.int32)
     half = number[:, -1:] // 2
@@ -122,7 +127,7 @@ def attention_drift(
     def average(rows: Array) -> Array:
         share = rows.astype(jnp.float32)
         share = share / jnp.maximum(jnp.sum(share, axis=1, keepdims=True), 1.0)
-        return jnp.sum(mean * share[:, None], axis=-1)
+        return jnp.sum(places * share[:, None], axis=-1)
 
     return jnp.where(half > 0, average(front) - average(rear), 0.0)
 

@@ -22,13 +22,14 @@ from kvjax.policies.restkv import ReSTKV
 from kvjax.policies.smoothing import (
     attention_drift,
     drift_kernel,
+    mean_places,
     query_weights,
     shifted_average,
     slot_order,
 )
 from tests.policies import golden_output
 from tests.policies.observations import make_observation, mirror, one_row, with_garbage
-from tests.policies.scoring import assert_close, scores_of
+from tests.policies.scoring import assert_close, fresh_state, scores_of
 
 WINDOW, BUDGET = 6, 14
 LAYERS = {
@@ -204,9 +205,8 @@ def test_attention_that_moves_to_earlier_entries_pulls_scores_there() -> None:
     weights[:, :, :2, front - 2 : front + 3] = 0.1
     weights[:, :, 2:, rear - 2 : rear + 3] = 0.1
     order = slot_order(jnp.ones((1, 1, slots), bool))
-    drift = attention_drift(
-        jnp.asarray(weights), jnp.asarray([[70, 71, 72, 73]], jnp.int32), order, jnp.asarray([5])
-    )
+    places = mean_places(jnp.asarray(weights), order, jnp.asarray([5]))
+    drift = attention_drift(places, jnp.asarray([[70, 71, 72, 73]], jnp.int32))
     assert np.isclose(drift[0, 0], front - rear)
     width, shift = drift_kernel(drift, jnp.full((1, 1), 10.0), 1, "clean")
     assert (int(width[0, 0]), int(shift[0, 0])) == (5, 2)
@@ -222,12 +222,10 @@ def test_drift_finds_the_largest_weights_without_sorting(slots: int, share: floa
     valid = rng.random((1, 2, slots)) < 0.8
     weights = np.where(np.repeat(valid, 2, axis=1)[:, :, None], weights, 0.0)
     count = max(1, int(share * slots))
-    drift = attention_drift(
-        jnp.asarray(weights),
-        jnp.arange(6, dtype=jnp.int32)[None],
-        slot_order(jnp.asarray(valid)),
-        jnp.asarray([count], jnp.int32),
+    places = mean_places(
+        jnp.asarray(weights), slot_order(jnp.asarray(valid)), jnp.asarray([count], jnp.int32)
     )
+    drift = attention_drift(places, jnp.arange(6, dtype=jnp.int32)[None])
     expected = [golden_output.drift_of(weights[0, h], valid[0, h // 2], count) for h in range(4)]
     np.testing.assert_allclose(drift[0], expected, atol=slots * 1e-3 if count >= 512 else 1e-3)
 
@@ -235,9 +233,8 @@ def test_drift_finds_the_largest_weights_without_sorting(slots: int, share: floa
 def test_drift_of_even_attention_is_zero() -> None:
     weights = jnp.full((1, 2, 4, 16), 1 / 16)
     order = slot_order(jnp.ones((1, 1, 16), bool))
-    drift = attention_drift(
-        weights, jnp.arange(4, dtype=jnp.int32)[None], order, jnp.asarray([5], jnp.int32)
-    )
+    places = mean_places(weights, order, jnp.asarray([5], jnp.int32))
+    drift = attention_drift(places, jnp.arange(4, dtype=jnp.int32)[None])
     np.testing.assert_array_equal(drift, 0.0)
 
 
@@ -334,3 +331,25 @@ def test_the_budget_is_asked_for_where_the_smoothing_needs_it() -> None:
     observation = dataclasses.replace(observed(9), budget=None)
     with pytest.raises(ValueError, match="budget"):
         scores_of(ReSTKV(window=WINDOW, beta=1.0), observation)
+
+
+def test_scores_of_every_query_and_their_drift_never_hold_the_weights_of_all() -> None:
+    def temporary(window: int) -> int:
+        scorer = ReSTKV(window=window, mode="before", beta=1000.0)
+        observation = make_observation(
+            0,
+            batch=1,
+            num_heads=2,
+            num_kv_heads=1,
+            slots=4096,
+            head_dim=4,
+            hidden_size=4,
+            window=window,
+        )
+        observation = dataclasses.replace(observation, budget=jnp.asarray([512], jnp.int32))
+        state = fresh_state(scorer, observation)
+        lowered = jax.jit(scorer.score).lower(observation, None, state)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    a_head_and_query = 4096 * 4
+    assert temporary(128) - temporary(16) < 2 * 16 * a_head_and_query
