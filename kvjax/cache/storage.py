@@ -22,6 +22,7 @@ import numpy as np
 from kvjax.models.decoder import Decoder
 from kvjax.policies.base import Policy
 from kvjax.policies.observation import State
+from kvjax.tensor_files import write_tensors
 
 FORMAT, VERSION = "kvjax-cache", 1
 
@@ -62,8 +63,6 @@ def save_cache(
     Raises:
       ValueError: the cache holds something that cannot be stored.
     """
-    from safetensors.numpy import save_file
-
     path = Path(path)
     tensors: dict[str, np.ndarray] = {}
     card = {
@@ -82,7 +81,7 @@ def save_cache(
     header = {FORMAT: json.dumps(card, sort_keys=True)}
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        save_file(tensors, partial, metadata=header)
+        write_tensors(partial, tensors, header)
         with partial.open("rb") as written:
             os.fsync(written.fileno())
         partial.replace(path)

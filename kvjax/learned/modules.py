@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.tensor_files import write_tensors
+
 WEIGHTS_FILE, CARD_FILE = "module.safetensors", "card.json"
 FORMAT = 1
 SHIPPED = Path(__file__).parent / "weights"
@@ -59,12 +61,10 @@ def save_module(directory: str | Path, arrays: Mapping[str, Any], card: Card) ->
     """
     if jax.process_index() != 0:
         return
-    from safetensors.numpy import save_file
-
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / CARD_FILE).unlink(missing_ok=True)
-    save_file({name: np.asarray(a) for name, a in arrays.items()}, directory / WEIGHTS_FILE)
+    write_tensors(directory / WEIGHTS_FILE, {name: np.asarray(a) for name, a in arrays.items()})
     text = json.dumps(dataclasses.asdict(card), indent=1, allow_nan=False) + "\n"
     temporary = directory / f".{CARD_FILE}.tmp"
     temporary.write_text(text, encoding="utf-8")

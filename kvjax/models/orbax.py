@@ -24,6 +24,7 @@ from kvjax.models.hf_directory import CONFIG, INDEX, read_json
 from kvjax.models.layout import layout
 from kvjax.models.sharding import ShardingRules, parameter_shardings
 from kvjax.models.tokenizer import Tokenizer
+from kvjax.tensor_files import write_tensors
 
 CARD = "kvjax.json"
 WEIGHTS = "weights"
@@ -117,8 +118,6 @@ def export_hf(
     One shard at a time is held on the host. Raises `ValueError` for a config without a Hugging
     Face form and `FileExistsError` for a directory that is not empty.
     """
-    from safetensors.numpy import save_file
-
     config = model.config.to_hf()
     config["torch_dtype"] = jnp.dtype(model.dtype).name
     shards = _plan_shards(model, max_shard_bytes)
@@ -129,7 +128,7 @@ def export_hf(
             if len(shards) > 1:
                 file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             tensors = {name: _tensor(model, row, layer) for name, (row, layer) in names.items()}
-            save_file(tensors, staging / file, metadata={"format": "pt"})
+            write_tensors(staging / file, tensors, {"format": "pt"})
             weight_map.update(dict.fromkeys(tensors, file))
         if len(shards) > 1:
             sizes = {"total_size": model.nbytes}
