@@ -36,7 +36,9 @@ every_kind = pytest.mark.parametrize(
     [("retention-global", CONFIGS[0]), *(("snapkv", config) for config in CONFIGS)],
     ids=str,
 )
-every_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.phi}-{c.combine}")
+either_schedule = pytest.mark.parametrize(
+    ("name", "interval"), [("snapkv", 3), ("retention-global", 0)]
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -207,8 +209,9 @@ def test_a_prompt_and_its_question_by_hand(name, config):
         np.testing.assert_allclose(logits[row], wanted, atol=2e-4)
 
 
-@every_config
-@pytest.mark.parametrize("chunk", [1, 7])
+@pytest.mark.parametrize(
+    ("config", "chunk"), [(config, (1, 7)[i % 2]) for i, config in enumerate(CONFIGS)], ids=str
+)
 def test_every_call_reads_what_the_cuts_before_it_wrote(chunk, config):
     """Decode steps and chunks alike: one cut, one decay, and no reading of one's own cut."""
     policy = remembering("snapkv", config, decode_interval=3)
@@ -249,7 +252,9 @@ def test_every_call_reads_what_the_cuts_before_it_wrote(chunk, config):
 # What may not differ by a bit.
 
 
-@every_kind
+@pytest.mark.parametrize(
+    ("name", "config"), [("retention-global", CONFIGS[0]), ("snapkv", CONFIGS[1])], ids=str
+)
 def test_a_memory_in_which_nothing_is_written_changes_no_bit(name, config):
     policy, given = remembering(name, config), params(name, config)
     logits, cache = prefill(policy, given, LENGTHS)
@@ -270,10 +275,8 @@ def test_a_memory_in_which_nothing_is_written_changes_no_bit(name, config):
 @pytest.mark.parametrize(
     ("config", "schedule"),
     [
-        (CONFIGS[0], {"prefill": "chunked", "chunk": 16}),
-        (CONFIGS[1], {}),
+        (CONFIGS[1], {"prefill": "chunked", "chunk": 16}),
         (CONFIGS[2], {"decode_interval": 3}),
-        (CONFIGS[3], {}),
     ],
     ids=str,
 )
@@ -322,8 +325,7 @@ def test_the_two_steps_of_a_global_cut_are_one_event():
         np.testing.assert_allclose(memory_of(stepped)[name], array, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("interval", [0, 3])
+@either_schedule
 def test_rows_are_independent_of_each_other(name, interval):
     policy, given = remembering(name, decode_interval=interval), params(name)
     logits, cache = prefill(policy, given)
@@ -378,8 +380,7 @@ def test_a_shared_prefill_writes_what_a_prefill_writes(name):
             np.testing.assert_allclose(memory_of(found)[key], array, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("interval", [0, 3])
+@either_schedule
 def test_a_paged_cache_remembers_the_same(name, interval):
     policy, given = remembering(name, decode_interval=interval), params(name)
     found = prefill(policy, given, pages=kvjax.Pages(size=4, pool=80, per_head=16))

@@ -19,9 +19,22 @@ from kvjax.policies import allocators
 from kvjax.policies.base import Allocator, Remainder
 from tests import tiny
 
-NAMES = [name for name in tiny.names() if name != "full"]
 STEPS = 6
 WINDOW = 12  # of the tiny model's local layer
+
+
+def stands_out(name: str) -> bool:
+    """Whether the policy has state, an allocator or a remainder of its own: what can interact."""
+    policy = tiny.policy(name)
+    if policy.scorer is None:
+        return False
+    scorer = policy.scorer.for_model(0, tiny.CONFIG.head_dim)
+    fields = scorer.slot_fields() or scorer.layer_fields()
+    common = policy.allocator == allocators.Uniform() and policy.remainder == Remainder()
+    return bool(fields) or not common
+
+
+NAMES = ["snapkv", *filter(stands_out, tiny.names())]
 KINDS: dict[str, Allocator | None] = {
     "own": None,
     "uniform": allocators.Uniform(),
@@ -116,12 +129,13 @@ CHOICES = {
 
 
 def mixed(choice: str, name: str) -> list[str]:
-    """The values of a choice in an order of each policy's own.
+    """The values of a choice, turned by another number of places for every policy.
 
-    Hypothesis starts with the first, so that a few examples per policy reach every value.
+    Hypothesis starts with the first, so that one example per policy reaches every value.
     """
-    seed = crc32(f"{name} {choice}".encode())
-    return list(np.random.default_rng(seed).permutation(CHOICES[choice]))
+    places = np.random.default_rng(crc32(choice.encode())).permutation(len(NAMES))
+    turned = np.roll(np.array(CHOICES[choice]), places[NAMES.index(name)])
+    return [str(value) for value in turned]
 
 
 @pytest.mark.parametrize("name", NAMES)
