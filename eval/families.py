@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -12,7 +12,19 @@ import numpy as np
 from eval.haystacks import KINDS
 from eval.records import Results, SampleResult
 from eval.statistics import Estimate, stratified_means
-from eval.summary import Column, Costs, Pair, Row, Section, columns, pairs, scores, sections
+from eval.summary import (
+    Column,
+    Costs,
+    Pair,
+    Row,
+    Section,
+    columns,
+    contexts,
+    pairs,
+    scores,
+    sections,
+)
+from eval.tasks import TASKS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,28 +56,40 @@ def families(results: Results, rows: Sequence[Row]) -> list[Family]:
     return [
         _family(name, haystack, length, chosen, by_section, cells, order)
         for (name, length), group in groups.items()
-        for haystack, chosen in _by_haystack(group).items()
+        for haystack, chosen in _by_haystack(name, group).items()
         if len(chosen) > 1
     ]
 
 
-def _by_haystack(group: Sequence[Section]) -> dict[str, list[Section]]:
-    """One table where every subset has one haystack, else one for each of the haystacks.
+def _by_haystack(family: str, group: Sequence[Section]) -> dict[str, list[Section]]:
+    """The subsets as the task defines them, and once more for every other haystack they all have.
 
-    Subsets that bring their own text, whatever the config says, are in each of those.
+    A haystack that a config adds to some subsets only makes no family: those are tables of their
+    own. Subsets that bring their own text, whatever the config says, are in every family.
     """
-    names = [section.task for section in group]
-    if len(set(names)) == len(names):
+    subsets = list(dict.fromkeys(section.task for section in group))
+    if len(subsets) == len(group):
         kinds = {section.haystack for section in group}
         return {kinds.pop() if len(kinds) == 1 else "as defined": list(group)}
 
     def chosen(haystack: str) -> bool:
         return haystack in KINDS or haystack.startswith("file:")
 
-    found = dict.fromkeys(s.haystack for s in group if chosen(s.haystack))
-    return {
-        kind: [s for s in group if s.haystack == kind or not chosen(s.haystack)] for kind in found
+    def of(kinds: Callable[[str], Sequence[str]]) -> list[Section]:
+        return [s for s in group if s.haystack in kinds(s.task) or not chosen(s.haystack)]
+
+    task = TASKS[family]
+    found = {"as defined": of(lambda name: task.haystacks(name.partition("/")[2]))}
+    for kind in dict.fromkeys(s.haystack for s in group if chosen(s.haystack)):
+        found[kind] = of(lambda _, kind=kind: (kind,))  # type: ignore[misc]
+    whole = {
+        name: sections
+        for name, sections in found.items()
+        if [section.task for section in sections] == subsets
     }
+    if whole.get("as defined") in [s for name, s in whole.items() if name != "as defined"]:
+        del whole["as defined"]
+    return whole
 
 
 def _family(
@@ -79,7 +103,8 @@ def _family(
 ) -> Family:
     strata = [scores(samples[section]) for section in chosen]
     everywhere = [c for c in order if all(c in stratum for stratum in strata)]
-    means = _means(strata, everywhere)
+    numbers = [contexts(samples[section]) for section in chosen]
+    means = _means(strata, numbers, everywhere)
     task = f"{name}, mean of {len(chosen)} tasks"
     place: dict[str, Any] = {"task": task, "haystack": haystack, "length": length}
     rows = []
@@ -103,12 +128,14 @@ def _family(
         length=length,
         sections=tuple(chosen),
         means=tuple(rows),
-        pairs=tuple(pairs(strata, order, **place)),
+        pairs=tuple(pairs(strata, numbers, order, **place)),
     )
 
 
 def _means(
-    strata: Sequence[dict[Column, np.ndarray]], everywhere: Sequence[Column]
+    strata: Sequence[dict[Column, np.ndarray]],
+    numbers: Sequence[np.ndarray],
+    everywhere: Sequence[Column],
 ) -> dict[Column, Estimate]:
     found: dict[Column, Estimate] = {}
     by_mask: dict[tuple[bytes, ...], list[Column]] = {}
@@ -120,7 +147,11 @@ def _means(
             np.stack([stratum[c][~np.isnan(stratum[c])] for c in group], axis=1)
             for stratum in strata
         ]
-        found |= dict(zip(group, stratified_means(arrays), strict=True))
+        own = [
+            array[~np.isnan(stratum[group[0]])]
+            for array, stratum in zip(numbers, strata, strict=True)
+        ]
+        found |= dict(zip(group, stratified_means(arrays, contexts=own), strict=True))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -331,7 +332,14 @@ def _result(asked: Asked, prefill_seconds: float, records: list[Record]) -> Samp
         wall_seconds=0.0,
         batch=1,
         records=tuple(records),
+        context=_context(sample),
     )
+
+
+def _context(sample: Sample) -> str:
+    """A name for what the task says that its samples share, else for their very text."""
+    text = sample.metadata.get("shared") or sample.context
+    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:16] if text else ""
 
 
 def _brief(metadata: Mapping[str, Any]) -> dict[str, Any]:

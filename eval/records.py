@@ -67,6 +67,7 @@ class SampleResult:
     wall_seconds: float  # of its batch, compilation left out
     batch: int  # samples that shared these times
     records: tuple[Record, ...]
+    context: str = ""  # the same for samples whose answers stand or fall with one context
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,9 @@
 """Means with intervals, and differences between policies on the same samples.
 
-Scores of several policies are arrays [n, k]: one row per sample, one column per policy.
+Scores of several policies are arrays [n, k]: one row per sample, one column per policy. Samples
+that share a context have the same number in `contexts` [n]: one compressed cache decides all of
+them, so that contexts are resampled, not samples. Means of n contexts drawn from the n at hand vary
+less than those of n new ones; their deviations are stretched by sqrt(n / (n - 1)).
 """
 
 from __future__ import annotations
@@ -14,6 +17,10 @@ from statistics import NormalDist
 import numpy as np
 
 _RESAMPLES = 10_000
+# Below these no interval tells a difference from chance: contexts in a group, and samples on which
+# the two policies differ (a sign test of five against none has p = .06).
+FEWEST_CONTEXTS = 5
+FEWEST_DIFFERING = 6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +31,7 @@ class Estimate:
     low: float
     high: float
     n: int
+    contexts: int  # that the samples are about
     method: str
 
 
@@ -35,17 +43,18 @@ class Difference:
     low: float
     high: float
     n: int
+    enough: bool = True  # samples for a verdict
 
     @property
     def significant(self) -> bool:
-        """The interval excludes 0."""
-        return self.low > 0 or self.high < 0
+        """The interval excludes 0, and there are enough samples for one."""
+        return self.enough and (self.low > 0 or self.high < 0)
 
     def __neg__(self) -> Difference:
-        return Difference(mean=-self.mean, low=-self.high, high=-self.low, n=self.n)
+        return dataclasses.replace(self, mean=-self.mean, low=-self.high, high=-self.low)
 
 
-def wilson(successes: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
+def wilson(successes: float, n: int, confidence: float = 0.95) -> tuple[float, float]:
     """Wilson's score interval of a proportion: it stays in [0, 1] and works at 0 and at n.
 
     (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n), z the normal quantile.
@@ -64,35 +73,61 @@ def wilson(successes: int, n: int, confidence: float = 0.95) -> tuple[float, flo
 def bootstrap(
     values: Sequence[float], confidence: float = 0.95, resamples: int = _RESAMPLES, seed: int = 0
 ) -> tuple[float, float]:
-    """Percentile interval of the mean over resamples drawn with replacement."""
+    """Percentile interval of the mean over resamples drawn with replacement, stretched.
+
+    A single value has no width.
+    """
     data = np.asarray(values, np.float64)
     if data.size == 0:
         raise ValueError("values is empty: a bootstrap needs at least one")
-    means = _resampled_means(data[:, None], np.random.default_rng(seed), resamples)
+    means = _resampled_means(data[:, None], None, np.random.default_rng(seed), resamples)
     low, high = _interval(means, confidence)
     return float(low[0]), float(high[0])
 
 
-def estimate(values: Sequence[float], confidence: float = 0.95, seed: int = 0) -> Estimate:
-    """Mean with Wilson's interval where every score is 0 or 1, else a bootstrap interval."""
-    return estimates(np.asarray(values, np.float64)[:, None], confidence, seed)[0]
+def estimate(
+    values: Sequence[float],
+    confidence: float = 0.95,
+    seed: int = 0,
+    contexts: np.ndarray | None = None,
+) -> Estimate:
+    """Mean with Wilson's interval where every score is 0 or 1, else a bootstrap interval.
+
+    Equal scores, and those of a single context, leave nothing to resample: they too have Wilson's
+    interval, which for scores in [0, 1] is not too narrow, with one trial per context.
+    """
+    return estimates(np.asarray(values, np.float64)[:, None], confidence, seed, contexts)[0]
 
 
-def estimates(scores: np.ndarray, confidence: float = 0.95, seed: int = 0) -> list[Estimate]:
+def estimates(
+    scores: np.ndarray,
+    confidence: float = 0.95,
+    seed: int = 0,
+    contexts: np.ndarray | None = None,
+) -> list[Estimate]:
     """`estimate` of every column of `scores` [n, k]."""
     n, count = scores.shape
-    graded = [i for i in range(count) if not np.isin(scores[:, i], (0, 1)).all()]
+    trials = n if contexts is None else len(np.unique(contexts))
+
+    def resampled(column: np.ndarray) -> bool:
+        if column.min() < 0 or column.max() > 1:
+            return True
+        graded = trials < n or not np.isin(column, (0, 1)).all()
+        return graded and trials > 1 and bool((column != column[0]).any())
+
+    chosen = [i for i in range(count) if resampled(scores[:, i])]
     intervals: dict[int, tuple[float, float]] = {}
-    if graded:
-        means = _resampled_means(scores[:, graded], np.random.default_rng(seed), _RESAMPLES)
+    if chosen:
+        rng = np.random.default_rng(seed)
+        means = _resampled_means(scores[:, chosen], contexts, rng, _RESAMPLES)
         ends = (side.tolist() for side in _interval(means, confidence))
-        intervals = dict(zip(graded, zip(*ends, strict=True), strict=True))
+        intervals = dict(zip(chosen, zip(*ends, strict=True), strict=True))
     found = []
     for i in range(count):
-        low, high = intervals.get(i) or wilson(round(scores[:, i].sum()), n, confidence)
-        method = "bootstrap" if i in intervals else "wilson"
         mean = float(scores[:, i].mean())
-        found.append(Estimate(mean=mean, low=low, high=high, n=n, method=method))
+        low, high = intervals.get(i) or wilson(round(mean * trials, 9), trials, confidence)
+        method = "bootstrap" if i in intervals else "wilson"
+        found.append(Estimate(mean=mean, low=low, high=high, n=n, contexts=trials, method=method))
     return found
 
 
@@ -109,14 +144,18 @@ def stratified_mean(
 
 
 def stratified_means(
-    groups: Sequence[np.ndarray], confidence: float = 0.95, seed: int = 0
+    groups: Sequence[np.ndarray],
+    confidence: float = 0.95,
+    seed: int = 0,
+    contexts: Sequence[np.ndarray] | None = None,
 ) -> list[Estimate]:
     """`stratified_mean` of every column of `groups`, arrays [n of the group, k]."""
-    low, high = _interval(_stratified(groups, seed), confidence)
+    low, high = _interval(_stratified(groups, contexts, seed), confidence)
     mean = np.mean([group.mean(0) for group in groups], axis=0)
-    n = sum(len(group) for group in groups)
+    n, trials = sum(len(group) for group in groups), sum(_trials(groups, contexts))
+    method = "stratified bootstrap"
     return [
-        Estimate(mean=m, low=a, high=b, n=n, method="stratified bootstrap")
+        Estimate(mean=m, low=a, high=b, n=n, contexts=trials, method=method)
         for m, a, b in zip(mean.tolist(), low.tolist(), high.tolist(), strict=True)
     ]
 
@@ -138,13 +177,18 @@ def paired_difference(
 
 
 def paired_differences(
-    groups: Sequence[np.ndarray], confidence: float = 0.95, seed: int = 0
+    groups: Sequence[np.ndarray],
+    confidence: float = 0.95,
+    seed: int = 0,
+    contexts: Sequence[np.ndarray] | None = None,
 ) -> dict[tuple[int, int], Difference]:
     """Of every two columns of `groups`, arrays [n of the group, k], by their numbers (i < j).
 
-    With several groups the difference is that of `stratified_means`.
+    With several groups the difference is that of `stratified_means`. `contexts` are the groups'
+    own. There are enough samples where every group has `FEWEST_CONTEXTS` and the two columns
+    differ in `FEWEST_DIFFERING` contexts.
     """
-    resampled = _stratified(groups, seed)
+    resampled = _stratified(groups, contexts, seed)
     mean = np.mean([group.mean(0) for group in groups], axis=0)
     n = sum(len(group) for group in groups)
     pairs = list(itertools.combinations(range(len(mean)), 2))
@@ -152,37 +196,68 @@ def paired_differences(
         return {}
     first, second = (list(side) for side in zip(*pairs, strict=True))
     low, high = _interval(resampled[:, first] - resampled[:, second], confidence)
+    large = min(_trials(groups, contexts)) >= FEWEST_CONTEXTS
+    sums = [_sums(group, _own(contexts, g))[0] for g, group in enumerate(groups)]
+    differing = sum((~np.isclose(s[:, first], s[:, second])).sum(0) for s in sums)
+    enough = large & (np.asarray(differing) >= FEWEST_DIFFERING)
     return {
-        (i, j): Difference(mean=float(mean[i] - mean[j]), low=a, high=b, n=n)
-        for (i, j), a, b in zip(pairs, low.tolist(), high.tolist(), strict=True)
+        (i, j): Difference(mean=float(mean[i] - mean[j]), low=a, high=b, n=n, enough=bool(e))
+        for (i, j), a, b, e in zip(pairs, low.tolist(), high.tolist(), enough, strict=True)
     }
 
 
-def _stratified(groups: Sequence[np.ndarray], seed: int) -> np.ndarray:
+def _own(contexts: Sequence[np.ndarray] | None, group: int) -> np.ndarray | None:
+    return None if contexts is None else contexts[group]
+
+
+def _trials(groups: Sequence[np.ndarray], contexts: Sequence[np.ndarray] | None) -> list[int]:
+    """Independent contexts in every group."""
+    return [len(g) for g in groups] if contexts is None else [len(np.unique(c)) for c in contexts]
+
+
+def _stratified(
+    groups: Sequence[np.ndarray], contexts: Sequence[np.ndarray] | None, seed: int
+) -> np.ndarray:
     """Mean over the groups of their resampled means, each group with draws of its own."""
     if not groups or any(len(group) == 0 for group in groups):
         raise ValueError("a group of scores is empty: a bootstrap needs at least one")
     total = sum(
-        _resampled_means(group, np.random.default_rng([seed, index]), _RESAMPLES)
+        _resampled_means(
+            group, _own(contexts, index), np.random.default_rng([seed, index]), _RESAMPLES
+        )
         for index, group in enumerate(groups)
     )
     return np.asarray(total) / len(groups)
 
 
-def _resampled_means(scores: np.ndarray, rng: np.random.Generator, resamples: int) -> np.ndarray:
-    """Means [resamples, k] of rows of `scores` [n, k] drawn with replacement.
+def _sums(scores: np.ndarray, contexts: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Summed scores [c, k] and number [c] of the samples of every context."""
+    if contexts is None:
+        return scores, np.ones(len(scores))
+    names, place = np.unique(contexts, return_inverse=True)
+    sums = np.zeros((len(names), scores.shape[1]))
+    np.add.at(sums, place, scores)
+    return sums, np.bincount(place).astype(np.float64)
+
+
+def _resampled_means(
+    scores: np.ndarray, contexts: np.ndarray | None, rng: np.random.Generator, resamples: int
+) -> np.ndarray:
+    """Means [resamples, k] of contexts of `scores` [n, k] drawn with replacement, stretched.
 
     Every column sees the same draws, so that differences of columns are paired.
     """
-    n, count = scores.shape
+    sums, sizes = _sums(scores, contexts)
+    n, count = sums.shape
     means = np.empty((resamples, count))
     block = max(1, 2**22 // n)  # bounds memory at 32 MiB an array for any n
     for start in range(0, resamples, block):
         size = min(block, resamples - start)
         drawn = rng.integers(n, size=(size, n)) + n * np.arange(size)[:, None]
         times = np.bincount(drawn.reshape(-1), minlength=size * n).reshape(size, n)
-        means[start : start + size] = times @ scores / n
-    return means
+        means[start : start + size] = times @ sums / (times @ sizes)[:, None]
+    mean = sums.sum(0) / sizes.sum()
+    return mean + (means - mean) * math.sqrt(n / max(n - 1, 1))
 
 
 def _interval(means: np.ndarray, confidence: float) -> tuple[np.ndarray, np.ndarray]:

@@ -137,7 +137,9 @@ def pairwise(results: Results) -> list[Pair]:
     return [
         pair
         for section, samples in sections(results).items()
-        for pair in pairs([scores(samples)], columns(results), **dataclasses.asdict(section))
+        for pair in pairs(
+            [scores(samples)], [contexts(samples)], columns(results), **dataclasses.asdict(section)
+        )
     ]
 
 
@@ -181,10 +183,22 @@ def scores(samples: Sequence[SampleResult]) -> dict[Column, np.ndarray]:
     return found
 
 
+def contexts(samples: Sequence[SampleResult]) -> np.ndarray:
+    """The number of every sample's context [n]: those that share one stand or fall together."""
+    numbers: dict[str, int] = {}
+    return np.array([numbers.setdefault(s.context or s.id, len(numbers)) for s in samples])
+
+
 def pairs(
-    strata: Sequence[dict[Column, np.ndarray]], order: Sequence[Column], **place: Any
+    strata: Sequence[dict[Column, np.ndarray]],
+    contexts: Sequence[np.ndarray],
+    order: Sequence[Column],
+    **place: Any,
 ) -> list[Pair]:
-    """Every two policies that have a budget in common, over one section or several strata."""
+    """Every two policies that have a budget in common, over one section or several strata.
+
+    `contexts` of every stratum's samples, as `contexts` numbers them.
+    """
     common = [c for c in order if all(c in stratum for stratum in strata)]
     found = []
     for budget in dict.fromkeys(budget for _, budget in common if budget != "full"):
@@ -204,6 +218,7 @@ def pairs(
                 np.stack([stratum[c][mask] for c in chosen], axis=1)
                 for stratum, mask in zip(strata, masks, strict=True)
             ]
+            own = [numbers[mask] for numbers, mask in zip(contexts, masks, strict=True)]
             found += [
                 Pair(
                     **place,
@@ -212,7 +227,7 @@ def pairs(
                     second=chosen[j][0],
                     difference=difference,
                 )
-                for (i, j), difference in paired_differences(arrays).items()
+                for (i, j), difference in paired_differences(arrays, contexts=own).items()
             ]
     return found
 
@@ -261,10 +276,11 @@ def _rows(
     by_mask: dict[bytes, list[Column]] = {}
     for column, values in found.items():
         by_mask.setdefault(np.isnan(values).tobytes(), []).append(column)
+    numbers = contexts(samples)
     for group in by_mask.values():
         there = ~np.isnan(found[group[0]])
         array = np.stack([found[column][there] for column in group], axis=1)
-        means |= dict(zip(group, estimates(array), strict=True))
+        means |= dict(zip(group, estimates(array, contexts=numbers[there]), strict=True))
     return [
         Row(
             **dataclasses.asdict(section),

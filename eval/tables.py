@@ -8,6 +8,7 @@ from eval import parts as parts_module
 from eval.families import Family
 from eval.parts import Part, heading
 from eval.records import Results
+from eval.statistics import Estimate
 from eval.summary import Pair, Row, Section
 
 HEADINGS = (
@@ -17,11 +18,13 @@ HEADINGS = (
 _TERMINAL = (0, 1, 2, 3, 4, 5, 6, 7, 11)  # columns that fit into a window
 NOTES = (
     "score: mean; a failed answer is 0. Intervals are 95 %: Wilson's where every score is 0 or 1, "
-    "else a bootstrap; of a mean of tasks, a bootstrap that resamples within each task, to which a "
-    "task with equal scores adds no width.\n"
+    "or all are equal, else a bootstrap; of a mean of tasks, a bootstrap that resamples within "
+    "each task, to which a task with equal scores adds no width. Samples that share a context are "
+    "resampled together.\n"
     "bold or *: the best evicting policy; ≈: its difference to the best on the same samples is not "
     "significant, the interval (paired bootstrap, 95 %, not corrected for the number of "
-    "comparisons) covers 0; –: not run, or a task of the mean is missing.\n"
+    "comparisons) covers 0, or there are too few samples for a verdict: fewer than 5 contexts in a "
+    "task, or fewer than 6 on which the two differ; –: not run, or a task of the mean is missing.\n"
     "cache: sum of the sizes of one row's arrays, room for question and answer included; "
     "peak: with the full cache of the shared prefill.\n"
     "KV footprint: entries alive times tokens read or written, per KV head, relative to the full "
@@ -49,7 +52,7 @@ def cells(row: Row) -> tuple[str, ...]:
         budget_label(row.budget),
         f"{score.mean:.2f}",
         f"{score.low:.2f} – {score.high:.2f}",
-        f"{score.n}{failed}",
+        f"{score.n}{_about(score)}{failed}",
         size(costs.cache_bytes),
         size(costs.peak_bytes),
         _shown(costs.footprint, lambda x: f"{'≤ ' if row.bounded else ''}{x:.3f}"),
@@ -58,6 +61,11 @@ def cells(row: Row) -> tuple[str, ...]:
         seconds(costs.decode_seconds),
         _shown(costs.tokens_per_second, lambda x: f"{x:.1f}"),
     )
+
+
+def _about(score: Estimate) -> str:
+    """Of how many contexts the samples are, where several share one."""
+    return "" if score.contexts == score.n else f" of {score.contexts} contexts"
 
 
 def family_table(family: Family, part: Part, budget: str) -> list[list[tuple[str, str]]]:
@@ -199,11 +207,12 @@ def difference_cells(pair: Pair) -> tuple[str, ...]:
         pair.second,
         f"{mean:+.3f}",
         f"{low:+.3f} – {high:+.3f}",
-        "" if d.significant else "not significant",
+        str(d.n),
+        "" if d.significant else "not significant" if d.enough else "too few",
     )
 
 
-DIFFERENCE_HEADINGS = ("task", "budget", "policy", "other", "difference", "interval", "")
+DIFFERENCE_HEADINGS = ("task", "budget", "policy", "other", "difference", "interval", "n", "")
 
 
 def differences(part: Part) -> list[tuple[str, list[Pair]]]:

@@ -356,12 +356,14 @@ def test_haystacks_of_a_family_are_never_mixed():
     assert subsets(*defined) == {
         "as defined": [("niah_single_1", "noise"), ("niah_single_2", "prose"), ("cwe", "words")]
     }
-    # The config gave two haystacks: a subset with a text of its own is in both tables.
-    several = (("niah_single_1", ["noise", "prose"]), ("vt", ["noise"]), ("cwe", ["words"]))
-    assert subsets(*several) == {
-        "noise": [("niah_single_1", "noise"), ("vt", "noise"), ("cwe", "words")],
-        "prose": [("niah_single_1", "prose"), ("cwe", "words")],
+    # Two haystacks for every subset that takes one: one with a text of its own is in both tables.
+    both = ["noise", "prose"]
+    assert subsets(("niah_single_1", both), ("vt", both), ("cwe", ["words"])) == {
+        kind: [("niah_single_1", kind), ("vt", kind), ("cwe", "words")] for kind in both
     }
+    # A haystack more for one of them takes nothing from the others' mean.
+    more = (*defined, ("niah_single_1", ["sentences"]))
+    assert subsets(*more) == subsets(*defined)
     assert subsets(("vt", ["noise"])) == {}
 
 
@@ -497,7 +499,7 @@ def test_files_are_complete_and_nothing_else_is_left(results, tmp_path):
     assert part["config"]["model"] == "fake"
     assert part["prompt"]["template"]["after_user"].startswith("<|im_end|>")
     assert len(part["samples"]) == 24 and len(part["summaries"]) == 4 * 7
-    assert {"mean", "low", "high", "n", "method"} == set(part["summaries"][0]["score"])
+    assert {"mean", "low", "high", "n", "contexts", "method"} == set(part["summaries"][0]["score"])
     assert len(part["pairs"]) == 4 * 2 * 6 and len(part["differences"]) == 4 * 2 * 2
 
 

@@ -88,9 +88,12 @@ def test_a_stratified_interval_resamples_within_groups_and_each_on_its_own():
     rng = np.random.default_rng(5)
     groups = [rng.beta(2, 3, size=n) + shift for n, shift in ((30, 0), (12, 5), (50, 10))]
     draws = np.random.default_rng(11)
-    means = [
-        np.mean([draws.choice(group, len(group)).mean() for group in groups]) for _ in range(20_000)
-    ]
+
+    def resampled(group):
+        mean = draws.choice(group, len(group)).mean()
+        return group.mean() + (mean - group.mean()) * np.sqrt(len(group) / (len(group) - 1))
+
+    means = [np.mean([resampled(group) for group in groups]) for _ in range(20_000)]
     found = stratified_mean([group.tolist() for group in groups])
     assert found.mean == pytest.approx(np.mean([group.mean() for group in groups]))
     assert (found.low, found.high) == pytest.approx(np.quantile(means, [0.025, 0.975]), abs=0.004)
@@ -141,6 +144,65 @@ def test_rounding_makes_no_difference_significant():
 def test_estimates_of_columns_are_estimates_of_each():
     scores = np.stack([[0, 1, 1, 0.5], [0, 1, 1, 1], [0.25, 0.5, 1, 0]], axis=1)
     assert estimates(scores) == [estimate(column.tolist()) for column in scores.T]
+
+
+def test_equal_scores_and_a_single_one_have_the_interval_of_a_proportion():
+    assert (estimate([0.5] * 4).low, estimate([0.5] * 4).high) == wilson(2, 4)
+    assert (estimate([0.25]).low, estimate([0.25]).high) == wilson(0.25, 1)
+
+
+@pytest.mark.parametrize("tasks", [1, 13])
+@pytest.mark.parametrize("samples", [5, 10])
+def test_policies_that_are_alike_are_rarely_called_different(tasks, samples):
+    """At 5 % nominally; a bootstrap of few samples is narrower than it claims."""
+    rng = np.random.default_rng([tasks, samples])
+    found = 0
+    for _ in range(60):
+        groups = [rng.integers(0, 2, size=(samples, 2)).astype(float) for _ in range(tasks)]
+        found += paired_differences(groups)[0, 1].significant
+    assert found <= 0.15 * 60
+
+
+def test_there_is_no_verdict_on_few_samples_or_few_that_differ():
+    assert not paired_difference([1.0] * 4, [0.0] * 4).significant
+    five = paired_difference([1.0] * 5 + [0.0] * 95, [0.0] * 100)
+    assert five.low > 0 and not five.significant  # one sample in 32 such runs of chance alone
+    assert paired_difference([1.0] * 12 + [0.0] * 88, [0.0] * 100).significant
+    few = paired_differences([np.array([[1.0, 0.0]] * 2)] * 13)[0, 1]
+    assert few.low > 0 and not few.significant
+
+
+def test_samples_of_one_context_are_resampled_together():
+    rng = np.random.default_rng(3)
+    contexts = np.repeat(np.arange(20), 5)
+    shared = rng.integers(0, 2, 20).astype(float)
+    scores = shared[contexts]  # the context decides: as much is known as from 20 samples
+    found, alone = estimate(scores, contexts=contexts), estimate(shared)
+    assert (found.n, found.contexts, found.method) == (100, 20, "bootstrap")
+    assert found.mean == alone.mean
+    assert found.high - found.low == pytest.approx(alone.high - alone.low, rel=0.1)
+    assert found.high - found.low > 1.8 * (estimate(scores).high - estimate(scores).low)
+    # Contexts of unequal sizes: the mean is that of the samples.
+    uneven = np.array([0, 0, 0, 1, 2, 3, 4, 5])
+    values = np.array([1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.5, 0.25])
+    draws = np.random.default_rng(4)
+    means = []
+    for _ in range(20_000):
+        rows = np.concatenate([np.flatnonzero(uneven == c) for c in draws.integers(6, size=6)])
+        means.append(values[rows].mean())
+    low, high = np.quantile(
+        values.mean() + (np.array(means) - values.mean()) * np.sqrt(6 / 5), [0.025, 0.975]
+    )
+    ours = estimate(values, contexts=uneven)
+    assert ours.mean == pytest.approx(values.mean())
+    assert (ours.low, ours.high) == pytest.approx((low, high), abs=0.02)
+
+
+def test_contexts_of_one_sample_each_change_nothing():
+    scores = np.random.default_rng(2).uniform(size=(30, 3))
+    numbers = np.arange(30)
+    assert estimates(scores, contexts=numbers) == estimates(scores)
+    assert paired_differences([scores], contexts=[numbers]) == paired_differences([scores])
 
 
 def test_empty_groups_are_refused():

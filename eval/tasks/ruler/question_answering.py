@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterable, Sequence
 
@@ -92,6 +93,8 @@ def make(request: Request) -> Sample:
         max_new_tokens=_MAX_NEW_TOKENS,
         metadata={
             "file": data.name,
+            # Neighbouring questions of SQuAD are about one paragraph.
+            "shared": hashlib.sha256("".join(asked.gold).encode()).hexdigest(),
             "documents": len(documents),
             "needle_span": spans[0],
             "needle_spans": spans,
