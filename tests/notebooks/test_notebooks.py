@@ -31,6 +31,7 @@ def jupyter(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("KVJAX_NOTEBOOK_SMALL", "1")
     monkeypatch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")  # they run more than they compile
+    monkeypatch.delenv("XLA_FLAGS")
     work = tmp_path / "work"
     work.mkdir()
     return work
