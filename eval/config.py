@@ -100,10 +100,11 @@ def load(path: str | Path) -> Config:
     return configs[0]
 
 
-def load_all(path: str | Path) -> tuple[Config, ...]:
+def load_all(path: str | Path, model: str | None = None) -> tuple[Config, ...]:
     """One config per model of a YAML file: `model: NAME`, or `models: [NAME, ...]`.
 
-    With several models each has a directory of its own within `output`.
+    With several models each has a directory of its own within `output`. `model` alone takes their
+    place, and has such a directory too.
 
     Raises:
       ValueError: in one line: the key, what was given, what is allowed.
@@ -111,13 +112,14 @@ def load_all(path: str | Path) -> tuple[Config, ...]:
     content = fields.yaml_file(path)
     try:
         if not isinstance(content, Mapping) or "models" not in content:
-            return (from_mapping(content),)
-        return _with_each_model(content)
+            config = from_mapping(content)
+            return (config if model is None else dataclasses.replace(config, model=model),)
+        return _with_each_model(content, model)
     except ValueError as error:
         raise ValueError(f"config {str(path)!r}: {error}") from error
 
 
-def _with_each_model(content: Mapping[str, Any]) -> tuple[Config, ...]:
+def _with_each_model(content: Mapping[str, Any], only: str | None) -> tuple[Config, ...]:
     if "model" in content:
         raise ValueError("keys 'model' and 'models' are both given; give one")
     models = [
@@ -126,13 +128,16 @@ def _with_each_model(content: Mapping[str, Any]) -> tuple[Config, ...]:
     ]
     fields.unique("models", models)
     rest = {key: value for key, value in content.items() if key != "models"}
-    configs = [from_mapping({**rest, "model": model}) for model in models]
-    if len(configs) == 1:
+    asked = models if only is None else [only]
+    configs = [from_mapping({**rest, "model": model}) for model in asked]
+    if len(models) == 1:
         return tuple(configs)
-    return tuple(
+    configs = [
         dataclasses.replace(config, output=f"{config.output}/{config.model.replace('/', '--')}")
         for config in configs
-    )
+    ]
+    fields.unique("the models' directories", [config.output for config in configs])
+    return tuple(configs)
 
 
 def from_mapping(content: Any) -> Config:
@@ -162,7 +167,7 @@ def from_mapping(content: Any) -> Config:
     if "seed" in given:
         values["seed"] = fields.integer("seed", given["seed"], 0)
     if "output" in given:
-        values["output"] = fields.text("output", given["output"])
+        values["output"] = fields.directory("output", given["output"])
     labels = [policy.label for policy in values["policies"]]
     fields.unique("policies", labels)
     fields.unique("budgets", values["budgets"])
@@ -197,9 +202,9 @@ def _task(key: str, content: Any) -> TaskConfig:
             )
 
     def each(field: str, read: Callable[[str, Any], Any]) -> tuple[Any, ...]:
-        value = given.get(field)
-        if value is None:
+        if field not in given:
             return ()
+        value = given[field]
         value = [value] if isinstance(value, str | int | float) else value
         items = fields.items(f"{key}.{field}", value)
         return tuple(read(f"{key}.{field}[{i}]", item) for i, item in enumerate(items))
@@ -231,13 +236,14 @@ def policy(key: str, content: Any) -> PolicyConfig:
     if isinstance(content, Mapping) and len(content) == 1:
         (name, options) = next(iter(content.items()))
         if isinstance(name, str) and (options is None or isinstance(options, Mapping)):
-            items = sorted((options or {}).items())
-            for option, value in items:
-                if not isinstance(option, str) or not isinstance(value, str | int | float | bool):
+            for option, value in (options or {}).items():
+                if not isinstance(option, str):
+                    raise fields.error(f"{key}.{name}", option, "options by name, which is a text")
+                if not isinstance(value, str | int | float | bool):
                     raise fields.error(
                         f"{key}.{name}.{option}", value, "numbers, texts, true and false"
                     )
-            return PolicyConfig(name=name, options=tuple(items))
+            return PolicyConfig(name=name, options=tuple(sorted((options or {}).items())))
     raise fields.error(key, content, "a policy name or one mapping {name: {option: value}}")
 
 

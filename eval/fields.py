@@ -82,6 +82,11 @@ def text(key: str, content: Any) -> str:
     return content
 
 
+def directory(key: str, content: Any) -> str:
+    """The path of a directory; `~` is the home of whoever runs."""
+    return str(Path(text(key, content)).expanduser())
+
+
 def integer(key: str, content: Any, least: int) -> int:
     """A whole number of at least `least`."""
     if isinstance(content, bool) or not isinstance(content, int) or content < least:

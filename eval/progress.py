@@ -17,9 +17,9 @@ def silent(line: str) -> None:
 class Printer:
     """Shows lines on a stream: in place on a terminal, one below the other elsewhere."""
 
-    def __init__(self, stream: TextIO = sys.stderr):
-        self.stream = stream
-        self.in_place = stream.isatty()
+    def __init__(self, stream: TextIO | None = None):
+        self.stream = sys.stderr if stream is None else stream
+        self.in_place = self.stream.isatty()
 
     def __call__(self, line: str) -> None:
         if self.in_place:

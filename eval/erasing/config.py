@@ -91,9 +91,10 @@ def from_mapping(content: Any) -> ErasingConfig:
         values["haystacks"] = each("haystacks", haystack)
     if "inserted" in given:
         values["inserted"] = haystack("inserted", given["inserted"])
-    for name in ("eraser", "output"):
-        if name in given:
-            values[name] = fields.text(name, given[name])
+    if "eraser" in given:
+        values["eraser"] = fields.text("eraser", given["eraser"])
+    if "output" in given:
+        values["output"] = fields.directory("output", given["output"])
     for name, least in (("max_new_tokens", 1), ("seed", 0)):
         if name in given:
             values[name] = fields.integer(name, given[name], least)

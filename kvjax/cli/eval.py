@@ -83,8 +83,9 @@ def run(args: argparse.Namespace) -> int:
         return eval_erasing.run(args)
     shard = _shard(args.shard)
     if args.overwrite and shard[1] > 1:
+        parts = f"{shard[1]} processes" if args.shard is None else f"--shard {args.shard}"
         raise ValueError(
-            f"--overwrite with --shard {args.shard}: it would drop what the other parts wrote; "
+            f"--overwrite with {parts}: it would drop what the other parts wrote; "
             "delete the directory before the first of them starts"
         )
     configs = _configs(args)
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     policies = engine.build_policies(configs[0].policies)
     if args.dry_run:
         for config in configs:
-            _dry_run(config, tuple(policies))
+            _dry_run(config, tuple(policies), args.overwrite)
         return 0
     return max(_run(config, policies, args, shard) for config in configs)
 
@@ -136,7 +137,8 @@ def _run(config: Any, policies: Any, args: argparse.Namespace, shard: tuple[int,
             print(path)
     _warn(results)
     failed, total = len(results.failures), sum(len(s.records) for s in results.samples)
-    return 1 if failed == total else 0
+    # A part of the run may have no context at all.
+    return 1 if 0 < failed == total else 0
 
 
 def _warn(results: Any) -> None:
@@ -166,15 +168,13 @@ def _configs(args: argparse.Namespace) -> list[Any]:
         raise ValueError(f"--max-new-tokens={args.max_new_tokens}: allowed: integers >= 1")
     if args.output is not None and not args.output.strip():
         raise ValueError(f"--output={args.output!r}: allowed: a directory")
-    configs = config_module.load_all(args.config)
-    if args.model is not None:
-        configs = (dataclasses.replace(config_module.load_all(args.config)[0], model=args.model),)
+    configs = config_module.load_all(args.config, args.model)
     if args.output is not None and len(configs) > 1:
         raise ValueError(f"--output={args.output!r}: the config has several models; add --model")
     changed = []
     for config in configs:
         tasks = tuple(_changed(task, args) for task in config.tasks)
-        output = args.output or config.output
+        output = config.output if args.output is None else str(Path(args.output).expanduser())
         new = args.max_new_tokens or config.max_new_tokens
         changed.append(dataclasses.replace(config, tasks=tasks, output=output, max_new_tokens=new))
         for name in {name for task in tasks for name in task.haystacks}:
@@ -234,6 +234,7 @@ def _list() -> int:
     from eval import haystacks
     from eval.erasing.suites import SUITES
     from eval.tasks import TASKS
+    from kvjax.erasing import METHODS
 
     print("tasks")
     for task in TASKS.values():
@@ -243,11 +244,11 @@ def _list() -> int:
     print(f"haystacks\n  {', '.join(haystacks.KINDS)}, file:PATH")
     print(f"suites of erasing\n  {', '.join(SUITES)}")
     print("policies\n  " + ", ".join(dict.fromkeys(("full", *kvjax.policy_names()))))
-    print("methods of erasing\n  " + ", ".join(kvjax.erasing.METHODS))
+    print("methods of erasing\n  " + ", ".join(METHODS))
     return 0
 
 
-def _dry_run(config: Any, labels: tuple[str, ...]) -> None:
+def _dry_run(config: Any, labels: tuple[str, ...], overwrite: bool) -> None:
     """What would run; the model is not loaded, so lengths and bytes are checked by the run."""
     from eval import planning
 
@@ -273,10 +274,10 @@ def _dry_run(config: Any, labels: tuple[str, ...]) -> None:
     print(f"prefills   {len(contexts)}")
     print(f"answers    {answers}")
     print(f"output     {config.output}")
-    print(f"time       {_time(config, plan, evicting)}")
+    print(f"time       {_time(config, plan, evicting, overwrite)}")
 
 
-def _time(config: Any, plan: Any, policies: int) -> str:
+def _time(config: Any, plan: Any, policies: int, overwrite: bool) -> str:
     import jax
 
     from eval import estimate
@@ -285,7 +286,7 @@ def _time(config: Any, plan: Any, policies: int) -> str:
     from kvjax.models import weights
     from kvjax.models.checkpoint import read_config
 
-    finished = Journal(config.output, config).read()
+    finished = {} if overwrite else Journal(config.output, config).read()
     wanted = {sample.id for sample in plan.samples}
     done = [result for name, result in finished.items() if name in wanted]
     left = len(wanted) - len(done)

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) has gone; nothing more can be written, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:  # a package of an extra may be missing
         if debug:
             traceback.print_exc()
         print(f"kvjax: error: {_one_line(error)}", file=sys.stderr)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from kvjax.cli.main import main
+from tests.eval import handmade
 
 DEMO = "configs/demo.yaml"
 
@@ -48,6 +51,53 @@ def test_bad_input(tmp_path, capsys, changes, arguments, message):
     shown = capsys.readouterr()
     assert message in shown.err and shown.err.count("\n") == 1 and shown.out == ""
     assert not output.exists()
+
+
+def test_a_policy_option_without_a_name_is_one_line(tmp_path, capsys):
+    path = demo(tmp_path, policies=[{"snapkv": {1: 2, "a": 3}}])
+    assert main(["eval", "--config", path, "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert "policies[0].snapkv=1: allowed: options by name" in error and error.count("\n") == 1
+
+
+def test_a_missing_package_is_one_line(tmp_path, capsys, monkeypatch):
+    parquet = tmp_path / "qasper.parquet"
+    parquet.write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    task = {"name": "longbench", "subset": "qasper", "path": str(parquet)}
+    assert main(["eval", "--config", demo(tmp_path, tasks=[task]), "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert "reading parquet needs pyarrow: pip install 'kvjax[eval]'" in error
+    assert error.count("\n") == 1
+
+
+def test_overwrite_is_refused_to_processes_that_share_a_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("kvjax.cli.eval._shard", lambda given: (1, 4))
+    assert main(["eval", "--config", demo(tmp_path), "--overwrite"]) == 2
+    assert "--overwrite with 4 processes: it would drop" in capsys.readouterr().err
+
+
+def test_a_dry_run_that_overwrites_does_not_mind_what_is_there(tmp_path, capsys):
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "samples.jsonl").write_text('{"format": 2, "config_hash": "other"}\n')
+    path = demo(tmp_path, model="no-such-model", output=str(output))
+    assert main(["eval", "--config", path, "--dry-run"]) == 2
+    assert "give --overwrite" in capsys.readouterr().err
+    assert main(["eval", "--config", path, "--dry-run", "--overwrite"]) == 0
+
+
+@pytest.mark.parametrize(("samples", "status"), [(0, 0), (1, 1)])
+def test_only_a_part_whose_answers_all_failed_ends_badly(tmp_path, monkeypatch, samples, status):
+    """A part of the run may have no context at all."""
+    failed = handmade.record("full", error="out of memory")
+    results = handmade.results([handmade.sample("needle", 0, [failed])] * samples)
+    loaded = SimpleNamespace(tokenizer="there")
+    monkeypatch.setattr("kvjax.load", lambda model: loaded)
+    monkeypatch.setattr("eval.engine.KvjaxEngine", lambda *given: None)
+    monkeypatch.setattr("eval.harness.run", lambda *given, **options: results)
+    path = demo(tmp_path, output=str(tmp_path / "out"))
+    assert main(["eval", "--config", path, "--shard", "7/8"]) == status
 
 
 def test_without_a_config_it_says_what_is_missing(capsys):

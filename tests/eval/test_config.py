@@ -49,6 +49,9 @@ BAD = [
     (changed(task_haystacks=["file:"]), r"haystacks\[0\]='file:'"),
     (changed(task_haystack="noise"), "'haystacks' in tasks.0. is given twice"),
     (changed(task_lengths=[0]), r"lengths\[0\]=0: allowed: integers >= 1"),
+    (changed(task_lengths=None), r"tasks\[0\].lengths=None: allowed: a list"),
+    (changed(task_depths=None), r"tasks\[0\].depths=None: allowed: a list"),
+    (changed(task_haystacks=None), r"tasks\[0\].haystacks=None: allowed: a list"),
     (changed(task_lengths=[500.0]), r"lengths\[0\]=500.0"),
     (changed(task_lengths=[True]), r"lengths\[0\]=True"),
     (changed(task_lengths=[500, 500]), "500 is given twice"),
@@ -65,6 +68,7 @@ BAD = [
     ),
     (changed(policies=[{"a": {}, "b": {}}]), r"policies\[0\]="),
     (changed(policies=[{"snapkv": {"window": [1]}}]), r"policies\[0\].snapkv.window=\[1\]"),
+    (changed(policies=[{"snapkv": {1: 2, "a": 3}}]), r"policies\[0\].snapkv=1: allowed: options"),
     (changed(policies=["knorm", "knorm"]), "'knorm' is given twice"),
     (changed(budgets=[0]), r"budgets\[0\]=0: allowed: tokens"),
     (changed(budgets=[-3]), r"budgets\[0\]=-3"),
@@ -112,6 +116,31 @@ def test_several_models_get_a_directory_each(tmp_path):
     path.write_text(yaml.safe_dump({**GOOD, "models": ["a"]}))
     with pytest.raises(ValueError, match="'model' and 'models' are both given"):
         config.load(path)
+
+
+def test_one_model_from_the_command_line_has_the_directory_that_is_its_own(tmp_path):
+    path = tmp_path / "run.yaml"
+    content = {key: value for key, value in GOOD.items() if key != "model"}
+    path.write_text(yaml.safe_dump({**content, "models": ["a/x", "b/y"], "output": "runs/two"}))
+    for model, output in (("b/y", "runs/two/b--y"), ("c/z", "runs/two/c--z")):
+        (read,) = config.load_all(path, model)
+        assert (read.model, read.output) == (model, output)
+    path.write_text(yaml.safe_dump({**GOOD, "output": "runs/one"}))
+    (read,) = config.load_all(path, "c/z")
+    assert (read.model, read.output) == ("c/z", "runs/one")
+
+
+def test_models_that_would_share_a_directory_are_refused(tmp_path):
+    path = tmp_path / "run.yaml"
+    content = {key: value for key, value in GOOD.items() if key != "model"}
+    path.write_text(yaml.safe_dump({**content, "models": ["a/b", "a--b"], "output": "x"}))
+    with pytest.raises(ValueError, match=r"the models' directories: 'x/a--b' is given twice"):
+        config.load_all(path)
+
+
+def test_an_output_may_begin_with_the_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert config.from_mapping(changed(output="~/runs/x")).output == "/home/ada/runs/x"
 
 
 def test_the_hash_changes_with_what_changes_a_score():
