@@ -63,7 +63,7 @@ def run(
     journal = Journal(output or config.output, config, shard)
     finished = {} if overwrite else journal.read()
     planned = plan(config, prompter.count)
-    _check_lengths(config, engine, planned)
+    _check(config, engine, planned)
     index, count = shard
     contexts = planned.contexts()[index::count]
     mine = [sample.id for context in contexts for sample in context]
@@ -373,14 +373,14 @@ def _failed(label: str, budget: str, tokens: int, error: Exception) -> Record:
     return Record(policy=label, budget=budget, budget_tokens=tokens, error=message)
 
 
-def _check_lengths(config: Config, engine: Engine, planned: Plan) -> None:
+def _check(config: Config, engine: Engine, planned: Plan) -> None:
+    """Refuses what would fail in every sample."""
     if not planned.samples:
         reasons = "; ".join(f"{task}: {reason}" for task, reason in planned.absent)
         raise ValueError(f"tasks: no sample at all is there ({reasons})")
     lengths = [sample.length for sample in planned.samples if sample.length is not None]
-    if not lengths:
-        return
-    longest, new = max(lengths), config.max_new_tokens or 1
+    # What is read from files has no length before it is tokenised, and one token at least.
+    longest, new = max(lengths, default=1), config.max_new_tokens or 1
     if longest + new > engine.context_limit:
         raise ValueError(
             f"length={longest} with max_new_tokens={new}: allowed by the model are "
@@ -388,7 +388,7 @@ def _check_lengths(config: Config, engine: Engine, planned: Plan) -> None:
         )
     for index, budget in enumerate(config.budgets):
         try:
-            engine.resolve(budget, min(lengths))
+            engine.resolve(budget, min(lengths, default=1))
         except ValueError as error:
             raise ValueError(f"budgets[{index}]={budget!r}: {error}") from error
 

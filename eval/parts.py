@@ -96,6 +96,8 @@ def warnings(part: Part) -> list[str]:
         for task, tokens in cut.items()
         if any(tokens)
     ]
+    left_out = {s.task: note for s in results.samples if (note := s.metadata.get("left_out"))}
+    found += [f"{task}: {note}." for task, note in left_out.items()]
     found += [
         f"The {what} differ in {differing}; their scores stand side by side all the same."
         for what in ("runs", "shards")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
 import itertools
+import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from eval import haystacks
@@ -34,6 +37,12 @@ class Plan:
 
     samples: tuple[Planned, ...]
     absent: tuple[tuple[str, str], ...]
+    contents: dict[str, str]  # hash of every text and file that samples are made of, by its name
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Samples of every task."""
+        return dict(Counter(planned.task for planned in self.samples))
 
     def contexts(self) -> list[list[Planned]]:
         """The samples, those of one context together."""
@@ -45,21 +54,23 @@ def plan(config: Config, count_tokens: CountTokens) -> Plan:
     """Reads the files of all tasks and makes the first sample of every cell, to check them.
 
     Raises:
-      ValueError: a file that cannot be read, a length too short for its task.
+      ValueError: a file that cannot be read or has the samples of two subsets, a length too short
+        for its task, a metric without its package.
     """
     samples: list[Planned] = []
     absent: dict[str, str] = {}
+    contents: dict[str, str] = {}
     for task_config in config.tasks:
         task = TASKS[task_config.name]
-        cells = _loaded if task.load is not None else _generated
-        found = cells(config, task_config, task, count_tokens, absent)
-        if found:
-            _check_scoring(task, found[0].make())
-        samples += found
+        _check_sources(task_config, task)
+        if task.load is not None:
+            samples += _loaded(task_config, task, absent, contents)
+        else:
+            samples += _generated(config, task_config, task, count_tokens, absent, contents)
     (most,) = Counter(planned.id for planned in samples).most_common(1) or [("", 0)]
     if most[1] > 1:
         raise ValueError(f"tasks: sample {most[0]!r} is asked for twice; ask for it once")
-    return Plan(samples=tuple(samples), absent=tuple(absent.items()))
+    return Plan(samples=tuple(samples), absent=tuple(absent.items()), contents=contents)
 
 
 def name(task: str, subset: str) -> str:
@@ -73,8 +84,10 @@ def _generated(
     task: Task,
     count_tokens: CountTokens,
     absent: dict[str, str],
+    contents: dict[str, str],
 ) -> list[Planned]:
     """Seed by seed, so that a prefix of the run covers all cells."""
+    path = None if task_config.path is None else Path(task_config.path)
     rounds: list[list[Planned]] = [[] for _ in range(task_config.samples or 1)]
     for subset in task_config.subsets or task.subsets or ("",):
         full_name = name(task.name, subset)
@@ -96,12 +109,14 @@ def _generated(
                         depth=depth,
                         seed=config.seed + index,
                         count_tokens=count_tokens,
-                        path=None if task_config.path is None else Path(task_config.path),
+                        path=path,
                     )
                     make = _maker(task, request, f"{place}/s{request.seed}")
                     if index == 0:
                         first = make()
                         make, text = _made(first), first.haystack
+                        _check_scoring(task, [first])
+                        contents |= _ingredients(task, full_name, stack, path, subset)
                     planned.append(
                         Planned(
                             id=f"{place}/s{request.seed}",
@@ -120,14 +135,9 @@ def _generated(
 
 
 def _loaded(
-    config: Config,
-    task_config: TaskConfig,
-    task: Task,
-    count_tokens: CountTokens,
-    absent: dict[str, str],
+    task_config: TaskConfig, task: Task, absent: dict[str, str], contents: dict[str, str]
 ) -> list[Planned]:
     """File by file in its order, at most `samples` contexts of each."""
-    del config, count_tokens
     assert task.load is not None and task_config.path is not None
     found: list[Planned] = []
     for subset in task_config.subsets or task.subsets or ("",):
@@ -137,6 +147,8 @@ def _loaded(
         except Absent as error:
             absent[full_name] = str(error)
             continue
+        _check_scoring(task, samples)
+        contents[f"samples of {full_name}"] = _hash(samples)
         groups = itertools.groupby(samples, key=lambda sample: sample.context)
         for index, (_, group) in enumerate(itertools.islice(groups, task_config.samples)):
             found += [
@@ -155,14 +167,63 @@ def _loaded(
     return found
 
 
-def _check_scoring(task: Task, sample: Sample) -> None:
-    """A metric whose library is missing says so before the run, not in every sample."""
-    try:
-        task.score(sample, "")
-    except ImportError as error:
-        raise ValueError(
-            f"task {task.name}: its score needs the package {error.name}; install kvjax[eval]"
-        ) from error
+def _check_sources(task_config: TaskConfig, task: Task) -> None:
+    """Refuses subsets read from one file: the same samples under several names."""
+    subsets = task_config.subsets or task.subsets
+    if task.source is None or task_config.path is None or len(subsets) < 2:
+        return
+    read_from: dict[Path, str] = {}
+    for subset in subsets:
+        with contextlib.suppress(Absent):
+            file = task.source(Path(task_config.path), subset)
+            if file in read_from:
+                raise ValueError(
+                    f"task {task.name}: path {task_config.path!r} has one file, {file.name}, for "
+                    f"{read_from[file]} and {subset}: give one subset of {', '.join(task.subsets)}"
+                )
+            if file is not None:
+                read_from[file] = subset
+
+
+def _check_scoring(task: Task, samples: Iterable[Sample]) -> None:
+    """A metric whose library is missing says so before the run, not in every sample.
+
+    Of every kind of samples one is scored: a file may mix tasks with metrics of their own.
+    """
+    for sample in {str(s.metadata.get("task")): s for s in samples}.values():
+        try:
+            task.score(sample, sample.answers[0] if sample.answers else "")
+        except ImportError as error:
+            what = f"its score needs the package {error.name}; install kvjax[eval]"
+            raise ValueError(f"task {task.name}: {what if error.name else error}") from error
+        except Exception:  # of this sample alone: the run lists it with its error
+            continue
+
+
+def _ingredients(
+    task: Task, full_name: str, stack: haystacks.Haystack | None, path: Path | None, subset: str
+) -> dict[str, str]:
+    """What generated samples are made of, by content."""
+    found = {} if stack is None else {f"haystack {stack.kind}": stack.sha256}
+    if path is not None and task.source is not None:
+        file = task.source(path, subset)
+        if file is not None:
+            with file.open("rb") as content:
+                digest = hashlib.file_digest(content, "sha256").hexdigest()
+            found[f"file of {full_name}"] = digest
+    return found
+
+
+def _hash(samples: Sequence[Sample]) -> str:
+    """Of all that is asked, the samples beyond those planned too: more may be added later."""
+    digest, context = hashlib.sha256(), None
+    for sample in samples:
+        if sample.context != context:  # which neighbours share
+            context = sample.context
+            digest.update(json.dumps(context).encode())
+        asked = [sample.id, sample.question, sample.answer_prefix, *sample.answers]
+        digest.update(json.dumps(asked).encode())
+    return digest.hexdigest()
 
 
 def _maker(task: Task, request: Request, sample_id: str) -> Callable[[], Sample]:

@@ -68,6 +68,9 @@ class Task:
     score: Callable[[Sample, str], float]
     make: Callable[[Request], Sample] | None = None
     load: Callable[[Path, str], list[Sample]] | None = None
+    # The file with a subset's samples, where no other subset may be read from it; None for a subset
+    # that needs no file. Raises Absent as `load` does.
+    source: Callable[[Path, str], Path | None] | None = None
     subsets: tuple[str, ...] = ()
     depths: bool = False  # whether a config chooses depths; else the seed draws them
     # Haystack kinds a subset is defined with, where the config names none; () for one that brings

@@ -19,7 +19,7 @@ class Row:
     """One sample's fields. Its methods raise ValueError naming file, place, field and value."""
 
     place: str  # "qasper.jsonl line 3", for messages
-    number: int  # place in the file, from 1
+    number: int  # place in the data set, from 1
     values: Mapping[str, Any]
     within: str = ""  # path to this row inside the file's row: "multi_turns[2]."
 
@@ -87,13 +87,20 @@ def rows(path: Path, names: Sequence[str]) -> Iterator[Row]:
       ValueError: a line is empty or not JSON, a row is not an object, or there is none.
       ImportError: parquet without pyarrow; the message names the extra.
     """
-    empty = True
+    number = 0
     for file in found(path, names):
+        before = number
         for row in _read(file):
-            empty = False
-            yield row
-    if empty:
+            # Numbers go on over the parts of a data set, so that each row has its own.
+            number = before + row.number
+            yield row if before == 0 else dataclasses.replace(row, number=number)
+    if number == 0:
         raise ValueError(f"{path}: holds no samples; allowed: at least one")
+
+
+def source(path: Path, names: Sequence[str]) -> Path:
+    """The file that `rows` reads, or the first of its parts; errors as in `found`."""
+    return found(path, names)[0]
 
 
 def found(path: Path, names: Sequence[str], endings: Sequence[str] = _ENDINGS) -> list[Path]:
@@ -102,7 +109,7 @@ def found(path: Path, names: Sequence[str], endings: Sequence[str] = _ENDINGS) -
     Raises:
       Absent: there is none.
     """
-    path = hub.local(path, names)
+    path = hub.local(path, names).expanduser()
     if path.is_file():
         return [path]
     if not path.is_dir():

@@ -202,6 +202,7 @@ TASK = Task(
     name="infinitebench",
     summary="InfiniteBench: retrieval, books, dialogue, mathematics and code over 100,000 tokens",
     load=load,
+    source=lambda path, subset: files.source(path, [subset]),
     score=score,
     subsets=SUBSETS,
     haystacks=lambda subset: (),

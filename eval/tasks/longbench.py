@@ -237,6 +237,7 @@ TASK = Task(
     name="longbench",
     summary="LongBench: question answering, summaries, few-shot, retrieval and code",
     load=load,
+    source=lambda path, subset: files.source(path, [subset]),
     score=score,
     subsets=SUBSETS,
     haystacks=lambda subset: (),

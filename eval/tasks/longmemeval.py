@@ -11,12 +11,13 @@ is NOT that judge; see there. Its numbers may be compared with one another, not 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 from eval.metrics.f1 import normalised
 from eval.tasks import documents, files
-from eval.tasks.base import Sample, Task
+from eval.tasks.base import Absent, Sample, Task
 
 _PROMPT = (
     "I will give you several history chats between you and a user. Please answer the question "
@@ -25,6 +26,7 @@ _PROMPT = (
 )
 _SESSION = "\n### Session {number}:\nSession Date: {date}\nSession Content:\n\n{turns}\n"
 _REPLY_TOKENS = 500
+_RUBRICS = "single-session-preference"
 _UNANSWERED = (
     "did not mention",
     "didnt mention",
@@ -64,11 +66,22 @@ def load(path: Path, subset: str) -> list[Sample]:
     The whole history is given, its sessions in the order of their dates and as JSON, and the
     question is asked directly (officially: `full-history-session`, history format `json`, reading
     method `direct`). Context, line break and question are the official prompt to the character.
+
+    Questions of the type single-session-preference are left out: their answers are rubrics for the
+    judge, which no reply contains. `metadata["left_out"]` says how many.
+
+    Raises:
+      Absent: no such file, or no question in it that is not left out.
+      ValueError: a field is wrong.
     """
     documents.check_subset("longmemeval", subset, SUBSETS)
-    samples = []
-    for row in files.rows(path, [f"longmemeval_{subset}", f"longmemeval_{subset}_cleaned"]):
+    samples: list[Sample] = []
+    left_out = 0
+    for row in files.rows(path, _names(subset)):
         key, kind = row.text("question_id"), row.text("question_type")
+        if kind == _RUBRICS:
+            left_out += 1
+            continue
         context, question = documents.prompt_parts(
             _PROMPT,
             "history",
@@ -88,18 +101,28 @@ def load(path: Path, subset: str) -> list[Sample]:
                 metadata={"question_type": kind, "abstention": "_abs" in key},
             )
         )
+    if not samples:
+        raise Absent(f"{path}: all of its questions are of the type {_RUBRICS}, which are left out")
+    if left_out:
+        note = f"{left_out} questions of the type {_RUBRICS} are left out: no rule can judge them"
+        samples = [
+            dataclasses.replace(sample, metadata={**sample.metadata, "left_out": note})
+            for sample in samples
+        ]
     return documents.distinct(samples)
+
+
+def _names(subset: str) -> list[str]:
+    return [f"longmemeval_{subset}", f"longmemeval_{subset}_cleaned"]
 
 
 def score(sample: Sample, answer: str) -> float:
     """1 where the reply contains the answer: a rule in place of the official judge, a model.
 
     Both are compared without case, punctuation and articles, as runs of whole words. That is
-    stricter than the judge for answers in other words, and close to it for names and numbers. The
-    answers to questions of the type single-session-preference are rubrics, which a reply never
-    contains: leave them out of a mean, by `metadata["question_type"]`. Abstention questions
-    (`metadata["abstention"]`) have no answer; they count 1 where the reply says by one of some
-    thirty phrases that the information is missing.
+    stricter than the judge for answers in other words, and close to it for names and numbers.
+    Abstention questions (`metadata["abstention"]`) have no answer; they count 1 where the reply
+    says by one of some thirty phrases that the information is missing.
     """
     words = f" {normalised(answer)} "
     if sample.metadata["abstention"]:
@@ -134,6 +157,7 @@ TASK = Task(
     name="longmemeval",
     summary="LongMemEval: questions on a long history of chats; scored by a rule, not by a model",
     load=load,
+    source=lambda path, subset: files.source(path, _names(subset)),
     score=score,
     subsets=SUBSETS,
     haystacks=lambda subset: (),

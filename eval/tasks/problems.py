@@ -97,15 +97,17 @@ MATH_500 = Task(
     score=score,
     haystacks=lambda subset: (),
 )
+
+
+def _aime_names(year: str) -> list[str]:
+    return [f"aime_{year}", f"aime{year}", f"aime{year[2:]}", "test", "train"]
+
+
 AIME = Task(
     name="aime",
     summary="AIME: problems of the American Invitational Mathematics Examination of one year",
-    load=_loader(
-        "aime",
-        lambda year: [f"aime_{year}", f"aime{year}", f"aime{year[2:]}", "test", "train"],
-        32768,
-        AIME_YEARS,
-    ),
+    load=_loader("aime", _aime_names, 32768, AIME_YEARS),
+    source=lambda path, year: files.source(path, _aime_names(year)),
     score=score,
     subsets=AIME_YEARS,
     haystacks=lambda subset: (),

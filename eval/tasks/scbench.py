@@ -215,6 +215,7 @@ TASK = Task(
     name="scbench",
     summary="SCBench: several queries on one shared context",
     load=load,
+    source=lambda path, subset: files.source(path, [subset]),
     score=score,
     subsets=SUBSETS,
     haystacks=lambda subset: (),

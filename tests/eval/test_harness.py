@@ -163,6 +163,26 @@ def test_what_cannot_run_is_refused_before_anything_is_written(tmp_path, change,
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"budgets": ["bytes: 1000"]}, r"budgets\[0\]='bytes: 1000': below one entry"),
+        ({"max_new_tokens": 4096}, "with max_new_tokens=4096: allowed by the model are 4096"),
+    ],
+)
+def test_tasks_of_files_are_checked_like_others(tmp_path, monkeypatch, change, message):
+    class Small(FakeEngine):
+        def resolve(self, budget, length):
+            if str(budget).startswith("bytes"):
+                raise ValueError("below one entry")
+            return super().resolve(budget, length)
+
+    tasks = shared_task(tmp_path, monkeypatch)
+    with pytest.raises(ValueError, match=message):
+        harness.run(small_config(tasks=tasks, **change), Small(), output=tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
 def test_progress_tells_the_time_left(tmp_path):
     lines = []
     harness.run(small_config(), FakeEngine(), lines.append, output=tmp_path)

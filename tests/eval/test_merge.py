@@ -108,6 +108,14 @@ def test_what_was_not_run_has_a_dash():
     assert any("dash" in warning for warning in parts.warnings(part))
 
 
+def test_samples_that_a_task_leaves_out_are_said():
+    run = made(["snapkv"])
+    note = {"left_out": "30 questions are left out: no rule can judge them"}
+    samples = tuple(dataclasses.replace(s, metadata=note) for s in run.samples)
+    (part,) = parts.parts(dataclasses.replace(run, samples=samples))
+    assert f"needle: {note['left_out']}." in parts.warnings(part)
+
+
 def test_equal_answers_collapse_and_the_first_one_s_costs_stand():
     again = made(["snapkv"])
     slow = tuple(

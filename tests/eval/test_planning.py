@@ -11,9 +11,10 @@ import pytest
 import kvjax
 from eval import config, estimate, planning
 from eval.estimate import Speed
-from eval.tasks import TASKS
+from eval.tasks import TASKS, documents
 from eval.tasks.base import Task
 from tests.eval.fakes import WordTokenizer, small_config
+from tests.eval.tasks import written
 from tests.eval.test_engine import CONFIG
 
 
@@ -58,6 +59,88 @@ def test_a_metric_without_its_package_is_refused_before_the_run(monkeypatch):
     content = small_config().mapping["tasks"][0] | {"name": "odd"}
     with pytest.raises(ValueError, match=r"needs the package jieba; install kvjax\[eval\]"):
         planning.plan(small_config(tasks=[content]), count)
+
+
+@pytest.mark.parametrize("subset", [0, 1])
+def test_the_metric_of_every_subset_and_kind_of_sample_is_tried(tmp_path, monkeypatch, subset):
+    """The package that is missing is needed by one of two subsets, and by its second kind alone."""
+
+    def score(sample, text):
+        if sample.task == f"odd/{subset}" and sample.metadata["task"] == "second":
+            raise ImportError("scores of code need rapidfuzz: pip install 'kvjax[eval]'")
+        return 1.0
+
+    def load(path, name):
+        return [
+            documents.sample(
+                task="odd", subset=name, key=kind, context=kind, question="?", answers=("a",),
+                max_new_tokens=1, metadata={"task": kind},
+            )
+            for kind in ("first", "second")
+        ]  # fmt: skip
+
+    task = Task(name="odd", summary="", score=score, load=load, subsets=("0", "1"))
+    monkeypatch.setitem(TASKS, "odd", task)
+    with pytest.raises(ValueError, match=r"^task odd: scores of code need rapidfuzz: pip install"):
+        planning.plan(small_config(tasks=[{"name": "odd", "path": str(tmp_path)}]), count)
+
+
+def test_a_metric_that_fails_on_one_sample_does_not_stop_the_run(tmp_path, monkeypatch):
+    def score(sample, text):
+        raise KeyError("functions")
+
+    task = Task(name="odd", summary="", score=score, make=TASKS["needle"].make, depths=True)
+    monkeypatch.setitem(TASKS, "odd", task)
+    content = small_config().mapping["tasks"][0] | {"name": "odd"}
+    assert len(planning.plan(small_config(tasks=[content]), count).samples) == 24
+
+
+def aime(number):
+    return {"id": number, "problem": f"Find {number}.", "answer": number}
+
+
+@pytest.mark.parametrize("name", ["test.jsonl", "train.jsonl", "aime25.jsonl"])
+def test_a_file_is_not_evaluated_as_several_subsets(tmp_path, name):
+    file = written.jsonl(tmp_path / name, [aime(1)])
+    for path in (file, tmp_path):
+        task = {"name": "aime", "path": str(path)}
+        if path == file or "aime" not in name:
+            with pytest.raises(ValueError, match=rf"{name}, for 2024 and 2025: give one subset of"):
+                planning.plan(small_config(tasks=[task]), count)
+        plan = planning.plan(small_config(tasks=[{**task, "subset": "2025"}]), count)
+        assert plan.counts == {"aime/2025": 1}
+
+
+@pytest.mark.parametrize("name", ["longbench", "infinitebench", "scbench", "longmemeval"])
+def test_one_file_is_one_subset_of_every_task(tmp_path, name):
+    file = written.jsonl(tmp_path / "one.jsonl", [{"unread": 1}])
+    with pytest.raises(ValueError, match=r"has one file, one\.jsonl, for .* give one subset of"):
+        planning.plan(small_config(tasks=[{"name": name, "path": str(file)}]), count)
+
+
+def test_a_file_of_its_own_for_every_year(tmp_path):
+    for year in ("2024", "2025", "2026"):
+        written.jsonl(tmp_path / f"aime_{year}.jsonl", [aime(1), aime(2)])
+    plan = planning.plan(small_config(tasks=[{"name": "aime", "path": str(tmp_path)}]), count)
+    assert plan.counts == {f"aime/{year}": 2 for year in ("2024", "2025", "2026")}
+
+
+def test_contents_follow_what_is_asked_and_not_how_much_of_it(tmp_path):
+    file = tmp_path / "test.jsonl"
+    task = {"name": "aime", "subset": "2024", "path": str(file), "samples": 1}
+
+    def contents(*rows, **changes):
+        written.jsonl(file, list(rows))
+        return planning.plan(small_config(tasks=[{**task, **changes}]), count).contents
+
+    first = contents(aime(1), aime(2))
+    assert contents(aime(1), aime(2), samples=2) == first
+    assert contents(aime(1), aime(2) | {"answer": 3}) != first
+    assert list(first) == ["samples of aime/2024"]
+    assert list(planning.plan(small_config(), count).contents) == [
+        "haystack noise",
+        "haystack prose",
+    ]
 
 
 def test_time_left_follows_from_the_samples_done(tmp_path):

@@ -55,8 +55,7 @@ def load(path: Path, subset: str) -> list[Sample]:
     """
     documents.check_subset("longproc", subset, SUBSETS)
     task, size = subset.rsplit("_", 1)
-    stem = "travel_planning_all" if task == "travel_planning" else subset
-    (file,) = files.found(path, [f"{task}/{stem}", stem], (".json", ".jsonl"))
+    file = _file(path, subset)
     template = _template(file.parent / "prompts.yaml")
     samples = []
     for row, fields in _rows(file, task, size):
@@ -102,6 +101,18 @@ def score(sample: Sample, answer: str) -> float:
     plan = _tagged(answer, "Plan")
     cities, durations = metadata["cities"], metadata["durations"]
     return float(plan is not None and travel.same_plan(plan, cities, durations))
+
+
+def source(path: Path, subset: str) -> Path | None:
+    """The file of a subset; none for travel_planning, whose sizes are parts of one file."""
+    return None if subset.startswith("travel_planning") else _file(path, subset)
+
+
+def _file(path: Path, subset: str) -> Path:
+    task = subset.rsplit("_", 1)[0]
+    stem = "travel_planning_all" if task == "travel_planning" else subset
+    (file,) = files.found(path, [f"{task}/{stem}", stem], (".json", ".jsonl"))
+    return file
 
 
 def _rows(file: Path, task: str, size: str) -> Iterator[tuple[Row, dict[str, Any]]]:
@@ -197,6 +208,7 @@ TASK = Task(
     name="longproc",
     summary="LongProc: long procedures written out step by step",
     load=load,
+    source=source,
     score=score,
     subsets=SUBSETS,
     haystacks=lambda subset: (),

@@ -12,8 +12,16 @@ Definitions, templates, answer prefixes, numbers of new tokens and scores are th
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from eval.tasks.base import Request, Sample, Task, string_match, string_match_any
-from eval.tasks.ruler import niah, question_answering, variable_tracking, word_counting
+from eval.tasks.ruler import (
+    niah,
+    question_answering,
+    question_files,
+    variable_tracking,
+    word_counting,
+)
 
 _MAKERS = {
     **dict.fromkeys(niah.SUBSETS, niah.make),
@@ -45,6 +53,12 @@ def make(request: Request) -> Sample:
     return _MAKERS[subset](request)
 
 
+def source(path: Path, subset: str) -> Path | None:
+    """The file of questions that a subset needs, if it does."""
+    format = question_answering.FORMATS.get(subset)
+    return None if format is None else question_files.file(path, format, f"ruler/{subset}")
+
+
 def score(sample: Sample, text: str) -> float:
     """Share of the answers in `text`; for questions about documents, whether any is in it."""
     if sample.task.rpartition("/")[2] in question_answering.FORMATS:
@@ -56,6 +70,7 @@ TASK = Task(
     name="ruler",
     summary="RULER: needles, variable tracking, word counting and questions in long synthetic text",
     make=make,
+    source=source,
     score=score,
     subsets=tuple(_MAKERS),
     haystacks=lambda subset: _HAYSTACKS.get(subset, ()),

@@ -40,13 +40,18 @@ def read(path: Path | None, format: Format, task: str) -> QuestionFile:
       Absent: no path, nothing there, or no such file in the directory.
       ValueError: the file is not of this format; names the place in it.
     """
+    found = file(path, format, task)
+    return _read(found, format, found.stat().st_mtime_ns)
+
+
+def file(path: Path | None, format: Format, task: str) -> Path:
+    """The file that `read` takes; errors as there."""
     if path is None:
         raise Absent(f"{task} needs a file of questions: path to {format.name}")
     path = path.expanduser()
     if not path.exists():
         raise Absent(f"{task}: path {str(path)!r} does not exist; allowed: {format.name}")
-    found = _search(path, format, task) if path.is_dir() else path
-    return _read(found, format, found.stat().st_mtime_ns)
+    return _search(path, format, task) if path.is_dir() else path
 
 
 @functools.lru_cache(maxsize=4)

@@ -46,6 +46,21 @@ def test_parts_are_read_in_order_and_the_test_split_alone(tmp_path):
     assert [row.text("text") for row in files.rows(tmp_path, ["set"])] == ["test0", "test1"]
 
 
+def test_rows_are_numbered_on_over_the_parts(tmp_path):
+    for i in range(3):
+        written.parquet(tmp_path / f"set-{i:05}-of-00003.parquet", [{"text": "a"}, {"text": "b"}])
+    rows = list(files.rows(tmp_path, ["set"]))
+    assert [row.number for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert rows[5].place == "set-00002-of-00003.parquet row 2"
+
+
+def test_a_path_may_begin_with_the_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    written.jsonl(tmp_path / "data" / "set.jsonl", ROWS)
+    assert len(list(files.rows(Path("~/data"), ["set"]))) == 2
+    assert len(list(files.rows(Path("~/data/set.jsonl"), []))) == 2
+
+
 def test_the_first_name_that_is_there_is_read(tmp_path):
     written.jsonl(tmp_path / "b.jsonl", [{"text": "b"}])
     written.jsonl(tmp_path / "data" / "a.jsonl", [{"text": "a"}])

@@ -7,6 +7,7 @@ import copy
 import pytest
 
 from eval.tasks import TASKS
+from eval.tasks.base import Absent
 from tests.eval.tasks import written
 
 TASK = TASKS["longmemeval"]
@@ -55,6 +56,15 @@ def test_a_directory_is_searched_for_the_released_files(tmp_path):
 def test_parquet_gives_the_same_samples(tmp_path):
     path = written.parquet(tmp_path / "longmemeval_s.parquet", [ROW])
     assert TASK.load(path, "s") == load(tmp_path, ROW)
+
+
+def test_questions_whose_answers_are_rubrics_are_left_out_and_counted(tmp_path):
+    rubric = {**ROW, "question_id": "q2", "question_type": "single-session-preference"}
+    (sample,) = load(tmp_path, ROW, rubric, {**rubric, "question_id": "q3"})
+    assert sample.id == "longmemeval/s/q1"
+    assert sample.metadata["left_out"].startswith("2 questions of the type single-session-pref")
+    with pytest.raises(Absent, match="all of its questions are of the type single-session-pref"):
+        load(tmp_path, rubric)
 
 
 @pytest.mark.parametrize(
