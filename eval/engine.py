@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,14 +14,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import kvjax
-from eval import haystacks
+from eval import environments, haystacks, identity
 from eval.config import Config, PolicyConfig
 from eval.spread import spread
 from eval.stages import Answers, Compressed, Prefilled, Row
 from kvjax import decoding, generation, sizing
 from kvjax.cache.entries import entry_positions
+from kvjax.learned import modules
 from kvjax.policies.base import Schedule
-from kvjax.policy_arrays import policy_params
+from kvjax.policy_arrays import module_directories, policy_params
 
 _QUESTION_STEP = 16
 _ROOM_STEP = 64  # tasks whose answers differ little in length share their compilations
@@ -316,14 +316,14 @@ class KvjaxEngine:
 
     def versions(self) -> dict[str, str]:
         """Of what can change a result."""
-        device = jax.local_devices()[0]
-        return {
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "numpy": np.__version__,
-            "kvjax": getattr(kvjax, "__version__", "unknown"),
-            "device": f"{device.platform} ({device.device_kind})",
-            "dtype": str(jax.tree.leaves(self.model)[0].dtype),
+        return environments.versions(self.model)
+
+    def identity(self) -> dict[str, str]:
+        """Hashes of the model, its tokenizer and the trained modules of the policies."""
+        return identity.of_model(self.model, self.tokenizer) | {
+            f"policy {label}": " ".join(map(modules.digest, directories))
+            for label, policy in self.policies.items()
+            if (directories := module_directories(self.model, policy))
         }
 
     def _spread[T](self, rows: T) -> T:
@@ -361,7 +361,11 @@ def build(config: Config, loaded: Any) -> KvjaxEngine:
 
 
 def calibration_tokens(tokenizer: Any) -> list[int]:
-    """Tokens for policies that look at a model's queries once: text that no task uses."""
+    """Tokens for policies that look at a model's queries once, from the end of the sentences.
+
+    Of the haystacks only `sentences` has this text: a sample that starts near its end, as the
+    seed draws it, holds a part of it. No other haystack does, nor does a task read from files.
+    """
     sentences = haystacks.load("sentences").sentences[-_CALIBRATION:]
     return tokenizer.encode("".join(sentences))[:_CALIBRATION]
 

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from eval import config as config_module
+from eval import environments, identity
 from eval.config import Config
-from eval.records import (
-    FORMAT,
-    SAMPLES_FILE,
-    Record,
-    Results,
-    SampleResult,
-    journals,
-    read_journal,
-)
+from eval.journal import FORMAT, SAMPLES_FILE, joined, journals, numbered, read_journal
+from eval.records import Record, Results, SampleResult
 
 # Of a sample, what any run that asks the same has to agree in; times and batches differ.
 _SAME = (
@@ -48,6 +42,7 @@ def read(directory: str | Path) -> Run:
         raise ValueError(f"run {str(directory)!r}: no {SAMPLES_FILE} there; give eval's --output")
     headers: list[tuple[Path, dict[str, Any]]] = []
     shards: list[list[SampleResult]] = []
+    known: list[dict[str, Any]] = []
     for path in paths:
         try:
             header, samples = read_journal(path)
@@ -61,21 +56,31 @@ def read(directory: str | Path) -> Run:
                 f"{path} has format {header.get('format')}; allowed is {FORMAT}: run it again"
             )
         headers.append((path, header))
-        shards.append(list(samples.values()))
+        shards.append(numbered(header, samples.values(), known))
     if not headers:
         raise ValueError(f"run {str(directory)!r}: its {SAMPLES_FILE} is empty")
     (first_path, first), *others = headers
     for path, header in others:
         if header.get("config_hash") != first.get("config_hash"):
             raise ValueError(f"{path} and {first_path} are of different configs; give each its own")
+        if names := identity.differing(first.get("identity", {}), header.get("identity", {})):
+            raise ValueError(f"{path} and {first_path} are not of the same {', '.join(names)}")
+    # In turns, as the contexts were dealt out.
+    turns = itertools.zip_longest(*shards)
+    found = tuple(joined(s for turn in turns for s in turn if s).values())
     try:
         config = config_module.from_mapping(first["config"])
         results = Results(
             config=config,
-            environment=_joined([dict(header["environment"]) for _, header in headers], "shards"),
+            environment=environments.joined(
+                environments.used(known, [s.environment for s in found]),
+                "shards" if others else "resumptions",
+            ),
+            environments=tuple(known),
             prompt=dict(first["prompt"]),
-            # In turns, as the contexts were dealt out.
-            samples=_unique(s for turn in itertools.zip_longest(*shards) for s in turn if s),
+            samples=found,
+            identity=_union([header.get("identity", {}) for _, header in headers]),
+            planned=_most([header.get("planned", {}) for _, header in headers]),
             absent=tuple((str(task), str(reason)) for task, reason in first["absent"]),
         )
     except (KeyError, TypeError, ValueError) as error:
@@ -110,16 +115,22 @@ def _merged(runs: Sequence[Run]) -> Results:
                 f"runs {first.name} and {run.name} differ in their prompt template or end tokens; "
                 "report them apart"
             )
+        if names := identity.differing(first.results.identity, run.results.identity):
+            raise ValueError(
+                f"runs {first.name} and {run.name} are not of the same {', '.join(names)}; "
+                "report them apart"
+            )
     config = _config([run.results.config for run in runs])
     samples: dict[str, SampleResult] = {}
     origin: dict[Any, str] = {}
+    known: list[dict[str, Any]] = []
     for run in runs:
-        for sample in run.results.samples:
+        for sample in _renumbered(run.results, known):
             earlier = samples.get(sample.id)
             samples[sample.id] = _sample(earlier, sample, run.name, origin)
     there = {sample.task for sample in samples.values()}
     absent = dict(pair for run in runs for pair in run.results.absent)
-    environment = _joined([dict(run.results.environment) for run in runs], "runs")
+    environment = environments.joined([run.results.environment for run in runs], "runs")
     return Results(
         config=config,
         environment=environment
@@ -127,6 +138,9 @@ def _merged(runs: Sequence[Run]) -> Results:
             "runs": ", ".join(run.name for run in runs),
             "config": ", ".join(dict.fromkeys(run.config_hash for run in runs)),
         },
+        environments=tuple(known),
+        identity=_union([run.results.identity for run in runs]),
+        planned=_most([run.results.planned for run in runs]),
         prompt=first.results.prompt,
         samples=tuple(_ordered(sample, config) for sample in samples.values()),
         absent=tuple((task, why) for task, why in absent.items() if task not in there),
@@ -183,8 +197,11 @@ def _check_same(earlier: SampleResult, sample: SampleResult, first: str, second:
     # One that could not be made has no prompt, and nothing to disagree with.
     if not (earlier.prompt_tokens and sample.prompt_tokens):
         return
-    for name in _SAME:
-        ours, theirs = getattr(earlier, name), getattr(sample, name)
+    pairs = [(name, getattr(earlier, name), getattr(sample, name)) for name in _SAME]
+    name = identity.HAYSTACK  # of samples made from one
+    if name in earlier.metadata and name in sample.metadata:
+        pairs.append((name, earlier.metadata[name], sample.metadata[name]))
+    for name, ours, theirs in pairs:
         if ours != theirs:
             raise ValueError(
                 f"sample {sample.id} is not the same in {first} and {second}: {name} "
@@ -207,24 +224,22 @@ def _place(names: Sequence[str], name: str) -> int:
     return names.index(name) if name in names else len(names)
 
 
-def _joined(environments: Sequence[dict[str, Any]], what: str) -> dict[str, Any]:
-    """Every fact once; where `what` disagree, all of its values, and their names."""
-    names = dict.fromkeys(name for facts in environments for name in facts)
-    found: dict[str, Any] = {}
-    differing = []
-    for name in names:
-        values = list(dict.fromkeys(str(facts.get(name)) for facts in environments))
-        found[name] = environments[0].get(name) if len(values) == 1 else " / ".join(values)
-        if len(values) > 1:
-            differing.append(name)
-    if differing:
-        found[f"differs between {what}"] = ", ".join(differing)
-    return found
+def _renumbered(results: Results, known: list[dict[str, Any]]) -> list[SampleResult]:
+    """The samples of a run, their environments numbered in `known`, which grows by new ones."""
+    given = results.environments or (results.environment,)
+    return numbered({"environments": given}, results.samples, known)
 
 
-def _unique(samples: Any) -> tuple[SampleResult, ...]:
-    """By id; a resumed shard's journal repeats what other shards had finished."""
-    return tuple({sample.id: sample for sample in samples}.values())
+def _union(identities: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    return {name: content for one in identities for name, content in one.items()}
+
+
+def _most(planned: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Of every task the most that any planned; nothing where one does not say."""
+    if not all(planned):
+        return {}
+    tasks = dict.fromkeys(task for counts in planned for task in counts)
+    return {task: max(counts.get(task, 0) for counts in planned) for task in tasks}
 
 
 def _short(record: Record) -> str:

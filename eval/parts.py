@@ -83,6 +83,8 @@ def warnings(part: Part) -> list[str]:
     results = part.results
     found = []
     done, wanted = len(results.samples), planned(results.config, results.absent)
+    if wanted is None and results.planned:  # the number was in the files, when they were read
+        wanted = sum(results.planned.values())
     if wanted is not None and done < wanted:
         found.append(f"The run is not finished: {done} of {wanted} planned samples are there.")
     if any(row.score is None for rows in part.rows.values() for row in rows):
@@ -100,7 +102,7 @@ def warnings(part: Part) -> list[str]:
     found += [f"{task}: {note}." for task, note in left_out.items()]
     found += [
         f"The {what} differ in {differing}; their scores stand side by side all the same."
-        for what in ("runs", "shards")
+        for what in ("runs", "shards", "resumptions")
         if (differing := results.environment.get(f"differs between {what}"))
     ]
     if results.absent:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from eval import haystacks
 from eval.config import Config, TaskConfig
+from eval.stages import Engine
 from eval.tasks import TASKS
 from eval.tasks.base import Absent, CountTokens, Request, Sample, Task
 
@@ -71,6 +72,31 @@ def plan(config: Config, count_tokens: CountTokens) -> Plan:
     if most[1] > 1:
         raise ValueError(f"tasks: sample {most[0]!r} is asked for twice; ask for it once")
     return Plan(samples=tuple(samples), absent=tuple(absent.items()), contents=contents)
+
+
+def check(config: Config, engine: Engine, planned: Plan) -> None:
+    """Refuses what would fail in every sample.
+
+    Raises:
+      ValueError: no sample, lengths or answers beyond the model's context, or a budget that cannot
+        be met.
+    """
+    if not planned.samples:
+        reasons = "; ".join(f"{task}: {reason}" for task, reason in planned.absent)
+        raise ValueError(f"tasks: no sample at all is there ({reasons})")
+    lengths = [sample.length for sample in planned.samples if sample.length is not None]
+    # What is read from files has no length before it is tokenised, and one token at least.
+    longest, new = max(lengths, default=1), config.max_new_tokens or 1
+    if longest + new > engine.context_limit:
+        raise ValueError(
+            f"length={longest} with max_new_tokens={new}: allowed by the model are "
+            f"{engine.context_limit} tokens together"
+        )
+    for index, budget in enumerate(config.budgets):
+        try:
+            engine.resolve(budget, min(lengths, default=1))
+        except ValueError as error:
+            raise ValueError(f"budgets[{index}]={budget!r}: {error}") from error
 
 
 def name(task: str, subset: str) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
-from typing import TextIO
+from typing import Any, TextIO
 
 from eval.records import SampleResult
+from eval.stages import Engine
 
 
 def silent(line: str) -> None:
@@ -29,15 +31,34 @@ class Printer:
         self.stream.flush()
 
 
+class Clock:
+    """Seconds since the last lap, all of them and the model's, without compilation."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.last = self._now()
+
+    def _now(self) -> tuple[float, float]:
+        compiling = self.engine.compile_seconds
+        return time.perf_counter() - compiling, self.engine.model_seconds
+
+    def lap(self) -> dict[str, Any]:
+        before, self.last = self.last, self._now()
+        wall, model = (now - then for now, then in zip(self.last, before, strict=True))
+        return {"wall_seconds": round(wall, 4), "model_seconds": round(model, 4)}
+
+
 class Progress:
     """Counts samples and estimates the time left."""
 
-    def __init__(self, total: int, done: int, show: Callable[[str], None]):
+    def __init__(self, total: int, done: int, show: Callable[[str], None], again: int = 0):
+        """`again`: samples that failed in an earlier run."""
         self.total, self.done, self.show = total, done, show
         self.seconds: list[float] = []
         self.failures = 0
-        if done:
-            show(f"resumed: {done} of {total} samples were done")
+        if done or again:
+            failed = f"; {again} that failed are asked again" if again else ""
+            show(f"resumed: {done} of {total} samples were done{failed}")
 
     def advance(self, result: SampleResult, seconds: float) -> None:
         self.done += 1

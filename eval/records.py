@@ -1,18 +1,12 @@
-"""What a run leaves behind: one record per sample, policy and budget, appended to a file."""
+"""What a run leaves behind: one record per sample, policy and budget."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from eval.config import Config
-
-FORMAT = 2
-SAMPLES_FILE = "samples.jsonl"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,18 +61,27 @@ class SampleResult:
     wall_seconds: float  # of its batch, compilation left out
     batch: int  # samples that shared these times
     records: tuple[Record, ...]
+    environment: int = 0  # of `Results.environments`
     context: str = ""  # the same for samples whose answers stand or fall with one context
+
+    @property
+    def failed(self) -> bool:
+        """Whether any answer failed; a run that goes on asks such a sample again."""
+        return any(record.error is not None for record in self.records)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Results:
-    """A complete run."""
+    """A run, finished or not."""
 
     config: Config
-    environment: Mapping[str, Any]
+    environment: Mapping[str, Any]  # all that the samples ran on, side by side
     prompt: Mapping[str, Any]  # template text and end tokens
     samples: tuple[SampleResult, ...]
     absent: tuple[tuple[str, str], ...] = ()  # tasks without samples, and why
+    environments: tuple[Mapping[str, Any], ...] = ()  # each on its own
+    identity: Mapping[str, str] = dataclasses.field(default_factory=dict)  # see eval.identity
+    planned: Mapping[str, int] = dataclasses.field(default_factory=dict)  # samples of every task
 
     @property
     def failures(self) -> list[tuple[SampleResult, Record]]:
@@ -90,120 +93,3 @@ class Results:
         wall = sum(s.wall_seconds / s.batch for s in self.samples)
         model = sum(s.model_seconds / s.batch for s in self.samples)
         return 1 - model / wall if wall else None
-
-
-class Journal:
-    """`samples.jsonl`: a header that says what runs, then one line per finished sample.
-
-    Processes that share a run write one file each, `samples.0-of-4.jsonl` and so on; whoever
-    reads takes them together.
-    """
-
-    def __init__(self, directory: str | Path, config: Config, shard: tuple[int, int] = (0, 1)):
-        index, count = shard
-        name = SAMPLES_FILE if count == 1 else f"samples.{index}-of-{count}.jsonl"
-        self.path = Path(directory) / name
-        self.config = config
-
-    def read(self) -> dict[str, SampleResult]:
-        """Finished samples by id, of all processes; a last line cut short by a kill is left out.
-
-        Raises:
-          ValueError: a file belongs to another config or is damaged.
-        """
-        found: dict[str, SampleResult] = {}
-        for path in journals(self.path.parent):
-            header, samples = read_journal(path)
-            if header is None:
-                continue
-            given = (header.get("config_hash"), header.get("format"))
-            if given != (self.config.hash, FORMAT):
-                raise ValueError(
-                    f"{path} holds results of another config ({given[0]}, this is "
-                    f"{self.config.hash}); give --overwrite or another --output"
-                )
-            found |= samples
-        return found
-
-    def open(self, finished: Mapping[str, SampleResult], header: Mapping[str, Any]) -> None:
-        """Rewrites the file with what is finished, ready for `append`."""
-        first = {
-            "format": FORMAT,
-            "config_hash": self.config.hash,
-            "config": self.config.mapping,
-            **header,
-        }
-        lines = [json.dumps(first), *(_line(result) for result in finished.values())]
-        write_atomically(self.path, "".join(f"{line}\n" for line in lines))
-
-    def append(self, result: SampleResult) -> None:
-        """One write and a sync, so that a killed run loses no finished sample."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(_line(result) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-    def clear(self) -> None:
-        """Drops what the directory holds."""
-        for path in journals(self.path.parent):
-            path.unlink()
-
-
-def journals(directory: Path) -> list[Path]:
-    """The journals of one run."""
-    return sorted(directory.glob("samples*.jsonl"))
-
-
-def read_journal(path: Path) -> tuple[dict[str, Any] | None, dict[str, SampleResult]]:
-    """Header and finished samples by id; a last line cut short by a kill is left out.
-
-    A journal that was killed before its first line was whole has no header.
-
-    Raises:
-      ValueError: a line in it is damaged.
-    """
-    header: dict[str, Any] | None = None
-    found: dict[str, SampleResult] = {}
-    # What follows the last line break was cut short.
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
-        try:
-            content = json.loads(line)
-            if number == 1:
-                header = dict(content)
-                if header["format"] != FORMAT:
-                    break  # its lines have other fields
-            else:
-                result = _sample_result(content)
-                found[result.id] = result
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path} line {number} is damaged; give --overwrite or another --output"
-            ) from error
-    return header, found
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """The file at `path` is the old one or the whole new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _line(result: SampleResult) -> str:
-    return json.dumps(dataclasses.asdict(result), ensure_ascii=False, allow_nan=False)
-
-
-def _sample_result(content: dict[str, Any]) -> SampleResult:
-    records = tuple(
-        Record(**{**record, "kept_profile": tuple(record["kept_profile"])})
-        for record in content["records"]
-    )
-    answers = tuple(content["answers"])
-    needles = tuple((start, end) for start, end in content["needle_tokens"])
-    return SampleResult(
-        **{**content, "records": records, "answers": answers, "needle_tokens": needles}
-    )

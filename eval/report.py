@@ -10,8 +10,10 @@ from typing import Any
 
 from eval import markdown, page
 from eval import parts as parts_module
+from eval.durable import write_atomically
+from eval.journal import FORMAT
 from eval.parts import Part
-from eval.records import FORMAT, Results, write_atomically
+from eval.records import Results
 from eval.summary import Pair
 
 
@@ -40,6 +42,9 @@ def as_json(part: Part) -> dict[str, Any]:
         "config": dataclasses.asdict(results.config),
         "config_hash": results.config.hash,
         "environment": dict(results.environment),
+        "environments": [dict(one) for one in results.environments],
+        "identity": dict(results.identity),
+        "planned": dict(results.planned),
         "prompt": dict(results.prompt),
         "overhead": results.overhead,
         "warnings": parts_module.warnings(part),

@@ -115,3 +115,6 @@ class Engine(Protocol):
 
     def versions(self) -> Mapping[str, str]:
         """Of what can change a result."""
+
+    def identity(self) -> Mapping[str, str]:
+        """Hashes of what the names of model and policies stand for (`eval.identity`)."""

@@ -52,6 +52,21 @@ def policy_params(model: Decoder, policy: Policy | str, calibration: Calibration
     return {"scorer": own, "memory": _memory(model, policy)} if policy.remembers else own
 
 
+def module_directories(model: Decoder, policy: Policy | str) -> list[Path]:
+    """Where the trained modules lie that `policy_params` reads; none for untrained policies.
+
+    Raises:
+      FileNotFoundError: none ships for this backbone.
+    """
+    policy = named_policy(policy) if isinstance(policy, str) else policy
+    scorer, remainder, found = policy.scorer, policy.remainder, []
+    if isinstance(scorer, IndexMem | Retention):
+        found.append(_directory(model, scorer.module, scorer.path))
+    if policy.remembers and isinstance(remainder, LatentMemory):
+        found.append(_directory(model, _memory_name(policy), remainder.path))
+    return found
+
+
 def load_policy(path: str | Path, model: Decoder) -> tuple[Policy, Any]:
     """The policy that an exported module serves, and its `params`.
 
@@ -145,13 +160,10 @@ def _restkv(model: Decoder, policy: Policy, calibration: Calibration) -> dict[st
 
 
 def _memory(model: Decoder, policy: Policy) -> dict[str, Any]:
-    """A memory ships under the name of the policy that has one: "indexmem", "snapkv+memory"."""
-    remainder, name = policy.remainder, policy.name
-    if name not in policy_names() or not named_policy(name).remembers:
-        name = {"indexmem-no-memory": "indexmem"}.get(name, f"{name}+memory")
+    remainder = policy.remainder
     if not isinstance(remainder, LatentMemory):
         raise ValueError(f"policy {policy.name!r}: its remainder has no trained module")
-    read = _module(model, name, remainder.path, "memory")
+    read = _module(model, _memory_name(policy), remainder.path, "memory")
     trained = modules.config_of(read.card, MemoryConfig, read.directory)
     if trained != remainder.config:
         raise ValueError(
@@ -159,6 +171,14 @@ def _memory(model: Decoder, policy: Policy) -> dict[str, Any]:
             f"{trained}: give that, or memory_path"
         )
     return read.arrays
+
+
+def _memory_name(policy: Policy) -> str:
+    """A memory ships under the name of the policy that has one: "indexmem", "snapkv+memory"."""
+    name = policy.name
+    if name in policy_names() and named_policy(name).remembers:
+        return name
+    return {"indexmem-no-memory": "indexmem"}.get(name, f"{name}+memory")
 
 
 _ARRAYS: Mapping[type[Scorer], Callable[[Decoder, Policy, Calibration], Any]] = {
@@ -177,10 +197,15 @@ class _Module(NamedTuple):
 
 def _module(model: Decoder, name: str, path: str | None, kind: str) -> _Module:
     """A module, at `path` or shipped, that was trained for this backbone."""
-    fingerprint = model.fingerprint()
-    directory = modules.find_shipped(name, fingerprint) if path is None else Path(path)
+    directory = _directory(model, name, path)
     card = modules.read_card(directory)
     if card.kind != kind:
         raise ValueError(f"{directory}: a module of kind {card.kind!r}; needed is {kind!r}")
-    card.check_backbone(fingerprint, directory)
+    card.check_backbone(model.fingerprint(), directory)
     return _Module(card, modules.read_arrays(directory), directory)
+
+
+def _directory(model: Decoder, name: str, path: str | None) -> Path:
+    if path is not None:
+        return Path(path).expanduser()
+    return modules.find_shipped(name, model.fingerprint())

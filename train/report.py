@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eval import plots
-from eval.records import write_atomically
+from eval.durable import write_atomically
 from train.claim import CONFIG_FILE
 from train.metrics import METRICS_FILE, numbers, read_lines
 

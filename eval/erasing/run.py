@@ -13,11 +13,12 @@ from typing import Any
 import kvjax
 from eval import haystacks
 from eval.commit import commit
+from eval.durable import write_atomically
 from eval.erasing import measure, suites
 from eval.erasing.config import ErasingConfig
 from eval.erasing.measure import Measured
 from eval.erasing.samples import ErasingSample
-from eval.records import SAMPLES_FILE, write_atomically
+from eval.journal import SAMPLES_FILE
 from kvjax.erasing import METHODS
 
 FORMAT = "erasing-2"

@@ -220,7 +220,7 @@ def _shard(given: str | None) -> tuple[int, int]:
 
 
 def _check_output(directory: Path, args: argparse.Namespace) -> None:
-    from eval.records import journals
+    from eval.journal import journals
 
     parent = next(p for p in (directory, *directory.absolute().parents) if p.exists())
     if not parent.is_dir():
@@ -281,12 +281,12 @@ def _time(config: Any, plan: Any, policies: int, overwrite: bool) -> str:
     import jax
 
     from eval import estimate
+    from eval.journal import Journal
     from eval.progress import duration
-    from eval.records import Journal
     from kvjax.models import weights
     from kvjax.models.checkpoint import read_config
 
-    finished = {} if overwrite else Journal(config.output, config).read()
+    finished = {} if overwrite else Journal(config.output, config).read().whole
     wanted = {sample.id for sample in plan.samples}
     done = [result for name, result in finished.items() if name in wanted]
     left = len(wanted) - len(done)

@@ -32,10 +32,10 @@ def run(args: argparse.Namespace) -> int:
             f"{jax.process_count()} processes: a config of erasing runs in one; give each its file"
         )
     from eval.commit import commit
+    from eval.durable import write_atomically
     from eval.erasing import measure, tables
     from eval.erasing import run as erasing_run
     from eval.progress import Printer
-    from eval.records import write_atomically
 
     config = _config(args)
     methods = measure.labelled(config.methods)
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 def _config(args: argparse.Namespace) -> Any:
     """The file's config with what the command line changes."""
     from eval.erasing import config as erasing_config
-    from eval.records import journals
+    from eval.journal import journals
 
     for name in _FOREIGN:
         if getattr(args, name) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -78,7 +79,7 @@ def read_card(directory: str | Path) -> Card:
       FileNotFoundError: no card there.
       ValueError: a card of another format.
     """
-    path = Path(directory) / CARD_FILE
+    path = Path(directory).expanduser() / CARD_FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -100,11 +101,31 @@ def read_arrays(directory: str | Path) -> dict[str, Any]:
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
-    path = Path(directory) / WEIGHTS_FILE
+    path = Path(directory).expanduser() / WEIGHTS_FILE
     try:
         return {name: jnp.asarray(array) for name, array in load_file(path).items()}
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path}: unreadable ({error})") from error
+
+
+def digest(directory: str | Path) -> str:
+    """16 hex digits that identify what a module computes: its arrays and its options.
+
+    What else is on the card, such as scores measured later, may change.
+
+    Raises:
+      FileNotFoundError, ValueError: as in `read_card`, or arrays that are not there.
+    """
+    card = read_card(directory)
+    path = Path(directory).expanduser() / WEIGHTS_FILE
+    try:
+        with path.open("rb") as file:
+            content = hashlib.file_digest(file, "sha256")
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
+    options = [card.module, card.kind, dict(card.options)]
+    content.update(json.dumps(options, sort_keys=True).encode())
+    return content.hexdigest()[:16]
 
 
 def config_of[C](card: Card, cls: type[C], where: str | Path) -> C:

@@ -56,6 +56,9 @@ class FakeEngine:
         stop_after=None,
         wide=(),
         most=10**9,
+        model="a",
+        gates="b",
+        device="cpu",
     ):
         self.tokenizer = WordTokenizer()
         self.policies = dict.fromkeys(labels)
@@ -65,6 +68,7 @@ class FakeEngine:
         self.prefill_batches: list[int] = []
         self.model_seconds = 0.0
         self.most = most  # contexts in one prefill
+        self.model, self.gates, self.device = model, gates, device
         self.fail_prefill = set(fail_prefill)
         self.stop_after = stop_after
         self.wide = wide
@@ -137,8 +141,11 @@ class FakeEngine:
                 answers[-1].append(self.tokenizer.encode(answer)[:max_new_tokens])
         return Answers(tokens=answers, question_seconds=0.2, decode_seconds=0.4, steps=8)
 
+    def identity(self) -> dict[str, str]:
+        return {"model (float32)": self.model, "policy first": self.gates}
+
     def versions(self) -> dict[str, str]:
-        return {"jax": "fake"}
+        return {"jax": "fake", "device": self.device}
 
 
 def small_config(**changes) -> config.Config:

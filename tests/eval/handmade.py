@@ -7,7 +7,8 @@ import json
 import random
 
 from eval import config
-from eval.records import FORMAT, Record, Results, SampleResult
+from eval.journal import FORMAT
+from eval.records import Record, Results, SampleResult
 
 RULER = [
     "niah_single_1",

@@ -10,8 +10,11 @@ import pytest
 
 import kvjax
 from eval import config, engine, harness
+from eval.identity import differing
 from kvjax.learned.memory import MemoryConfig
 from kvjax.learned.modules import Card, fingerprints, save_module
+from kvjax.learned.retention import GateConfig, init_gates
+from kvjax.policy_arrays import module_directories
 from tests import tiny
 from tests.eval.fakes import WordTokenizer, small_config
 from train.retention import RetentionConfig, RetentionRecipe
@@ -257,3 +260,58 @@ def test_a_batch_shrinks_to_few_sizes_that_hold_little_padding():
     sizes = [engine._batch_size(rows) for rows in range(1, 200)]
     assert all(rows <= size <= 1.5 * rows for rows, size in enumerate(sizes, 1))
     assert set(sizes) == {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256}
+
+
+def write_gates(directory, model, seed, **changes):
+    options = GateConfig(width=4)
+    sizes = {"num_layers": 2, "num_kv_heads": 2, "hidden_size": 32}
+    arrays = init_gates(options, jax.random.key(seed), bias=3.0, **sizes)
+    card = Card(
+        module="retention-global",
+        kind="retention",
+        options=dataclasses.asdict(options),
+        backbone="small",
+        fingerprints=fingerprints(model),
+        **changes,
+    )
+    save_module(directory, arrays, card)
+
+
+def test_an_identity_follows_weights_and_trained_modules(loaded, tmp_path):
+    model, tokenizer = loaded
+    gated = [{"retention-global": {"path": str(tmp_path)}}]
+    settings = small_config(policies=["full", "snapkv", *gated])
+
+    def identity(model=model):
+        return engine.build(settings, (model, tokenizer)).identity()
+
+    write_gates(tmp_path, model, 0)
+    first = identity()
+    models = {f"model ({dtype})" for dtype in ("float32", "bfloat16", "float16")}
+    policy = f"policy {settings.policies[2].label}"
+    assert set(first) == {*models, "tokenizer", policy}
+    write_gates(tmp_path, model, 0, scores={"measured": "later"})
+    assert identity() == first
+    write_gates(tmp_path, model, 1)
+    again = identity()
+    assert [name for name in first if first[name] != again[name]] == [policy]
+    other = kvjax.Decoder.random(CONFIG, jax.random.key(2))
+    write_gates(tmp_path, other, 1)
+    assert not {first[name] for name in models} & {identity(other)[name] for name in models}
+
+
+def test_a_model_in_another_dtype_is_the_same_one(loaded):
+    """A run may go on in bfloat16, which its environments say; other weights are refused."""
+    model, tokenizer = loaded
+    rounded = jax.tree.map(lambda x: x.astype("bfloat16"), model)
+    settings = small_config(policies=["full"])
+    one, other = (engine.build(settings, (m, tokenizer)).identity() for m in (model, rounded))
+    assert differing(one, other) == [] and set(one) > set(other) > {"tokenizer"}
+
+
+def test_a_module_may_lie_under_the_home(loaded, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_gates(tmp_path / "gates", loaded[0], 0)
+    policy = kvjax.policy("retention-global", path="~/gates")
+    assert kvjax.policy_params(loaded[0], policy) is not None
+    assert module_directories(loaded[0], policy) == [tmp_path / "gates"]

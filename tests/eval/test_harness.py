@@ -8,7 +8,7 @@ import pytest
 
 from eval import harness
 from eval.config import from_mapping
-from eval.records import read_journal
+from eval.journal import read_journal
 from eval.tasks import TASKS
 from eval.tasks.base import Sample, Task, string_match
 from tests.eval.fakes import FakeEngine, ignoring_times, small_config, untimed

@@ -159,6 +159,43 @@ def test_a_sample_that_is_another_one_is_refused():
         merged(made(["snapkv"]), dataclasses.replace(other, samples=samples))
 
 
+@pytest.mark.parametrize("other", ["ab", "cd", None])
+def test_samples_of_another_haystack_are_refused(other):
+    """By the hash of their text, where both have one."""
+
+    def run(policy, sha):
+        found = made([policy])
+        metadata = {} if sha is None else {"haystack_sha256": sha}
+        samples = (dataclasses.replace(s, metadata=metadata) for s in found.samples)
+        return dataclasses.replace(found, samples=tuple(samples))
+
+    runs = run("snapkv", "ab"), run("h2o", other)
+    if other == "cd":
+        with pytest.raises(ValueError, match="run0 and run1: haystack_sha256 'ab' and 'cd'"):
+            merged(*runs)
+    else:
+        assert len(merged(*runs)) == 1
+
+
+def test_runs_of_other_contents_are_refused():
+    one = dataclasses.replace(
+        made(["snapkv"]), identity={"model (bfloat16)": "a", "tokenizer": "b"}
+    )
+    two = dataclasses.replace(made(["h2o"]), identity={"model (bfloat16)": "c", "tokenizer": "b"})
+    with pytest.raises(ValueError, match=r"run0 and run1 are not of the same model \(bfloat16\)"):
+        merged(one, two)
+    two = dataclasses.replace(two, identity={"policy h2o": "d"})
+    (found,) = merged(one, two, made(["tova"]))
+    assert found.identity == {**one.identity, **two.identity}
+
+
+def test_what_merged_runs_planned_is_the_most_that_any_did():
+    one = dataclasses.replace(made(["snapkv"]), planned={"needle": 3, "ruler/vt": 2})
+    two = dataclasses.replace(made(["h2o"]), planned={"needle": 5})
+    assert merged(one, two)[0].planned == {"needle": 5, "ruler/vt": 2}
+    assert merged(one, made(["h2o"]))[0].planned == {}
+
+
 def test_another_template_is_refused():
     other = dataclasses.replace(made(["h2o"]), prompt={"template": {"before_user": "Hi"}})
     with pytest.raises(ValueError, match="run0 and run1 differ in their prompt template"):
@@ -181,6 +218,7 @@ def test_environments_that_differ_are_shown_and_said():
     two = dataclasses.replace(two, environment={"commit": "def", "jax": "0"})
     (found,) = merged(one, two)
     assert found.environment["commit"] == "abc / def" and found.environment["jax"] == "0"
+    assert [one["commit"] for one in found.environments] == ["abc", "def"]
     (part,) = parts.parts(found)
     assert any("runs differ in commit" in warning for warning in parts.warnings(part))
 

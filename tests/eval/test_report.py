@@ -13,12 +13,12 @@ import pytest
 
 from eval import (
     config,
+    durable,
     harness,
     markdown,
     page,
     page_samples,
     planning,
-    records,
     report,
     summary,
     tables,
@@ -512,7 +512,7 @@ def test_a_file_is_never_half_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(type(path), "replace", full_disk)
     with pytest.raises(OSError, match="no space"):
-        records.write_atomically(path, "new")
+        durable.write_atomically(path, "new")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 

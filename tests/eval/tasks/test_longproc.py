@@ -312,6 +312,11 @@ def test_travel_plans_are_those_of_the_size(data):
     ]
 
 
+def test_only_the_sizes_of_travel_planning_share_a_file(data):
+    assert TASK.source(data, "travel_planning_2k") is None
+    assert TASK.source(data, "countdown_0.5k") == data / "countdown" / "countdown_0.5k.json"
+
+
 def test_the_path_may_be_the_file(data):
     file = data / "countdown" / "countdown_0.5k.json"
     assert TASK.load(file, "countdown_0.5k") == TASK.load(data, "countdown_0.5k")
