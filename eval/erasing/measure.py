@@ -13,7 +13,13 @@ from jaxtyping import Array, Float, Float32, Int
 
 import kvjax
 from eval.config import PolicyConfig
-from eval.erasing.samples import ErasingSample, distractor_hit, exact_match, prompt_of
+from eval.erasing.samples import (
+    ErasingPrompt,
+    ErasingSample,
+    distractor_hit,
+    exact_match,
+    prompt_of,
+)
 from kvjax.budget import bucket_length
 from kvjax.cache import Cache
 from kvjax.erasing import Method, erasing_method
@@ -54,6 +60,14 @@ def check(configs: Mapping[str, PolicyConfig]) -> None:
             raise ValueError("method 'note' takes no options here: its text quotes the span")
 
 
+def check_answer(prompt: ErasingPrompt, max_new_tokens: int) -> None:
+    """Refuses an answer that no reply has room for."""
+    if (length := len(prompt.answer)) > max_new_tokens:
+        raise ValueError(
+            f"max_new_tokens={max_new_tokens}: an answer has {length} tokens; give that or more"
+        )
+
+
 def measure(
     loaded: Any,
     eraser: Any,
@@ -64,6 +78,8 @@ def measure(
     """Each sample under every method; one prefill, and one edit per method, serve them all."""
     model, tokenizer = loaded
     prompts = [prompt_of(sample, tokenizer) for sample in samples]
+    for prompt in prompts:
+        check_answer(prompt, max_new_tokens)
     notes = [tokenizer.encode(_NOTE + _quoted(sample)) for sample in samples]
     noted = any(config.name == "note" for config in configs.values())
     questions = [prompt.question for prompt in prompts]
@@ -73,8 +89,6 @@ def measure(
     ids, lengths = _rows(contexts)
     _, cache = kvjax.prefill(model, ids, lengths, room=room)
     replies = [prompt.question + prompt.answer for prompt in prompts]
-    if (longest := max(len(prompt.answer) for prompt in prompts)) > max_new_tokens:
-        raise ValueError(f"max_new_tokens={max_new_tokens}: an answer has {longest}")
     asked = [range(len(q) - 1, len(reply) - 1) for q, reply in zip(questions, replies, strict=True)]
     places, _ = _rows(asked)
     spans = np.zeros((len(samples), max(len(prompt.spans) for prompt in prompts), 2), np.int32)

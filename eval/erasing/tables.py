@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from eval.durable import write_atomically
 from eval.erasing.config import ErasingConfig
 from eval.erasing.measure import NONE, RECOMPUTE, Measured
-from eval.erasing.run import ErasingResult
+from eval.erasing.records import ErasingResult, Finished
 from eval.statistics import Estimate, estimate, paired_difference
 
 _HEAD = (
@@ -25,22 +28,47 @@ NOTES = (
 )
 
 
+def write(
+    finished: Finished, directory: Path, results: Sequence[ErasingResult] | None = None
+) -> tuple[Path, str]:
+    """`results.md` of a journal, finished or not, or of those of its results; and its text."""
+    given = list(finished.results.values()) if results is None else results
+    planned = finished.header.get("planned")
+    page = markdown(finished.config, given, finished.environment, planned)
+    path = directory / "results.md"
+    write_atomically(path, page)
+    return path, page
+
+
 def markdown(
-    config: ErasingConfig, results: Sequence[ErasingResult], environment: dict[str, str]
+    config: ErasingConfig,
+    results: Sequence[ErasingResult],
+    environment: Mapping[str, Any],
+    planned: int | None = None,
 ) -> str:
-    """One page: a table for each cell, and how it was made."""
+    """One page: a table for each cell, what failed, and how it was made."""
     cells: dict[str, list[ErasingResult]] = {}
     for result in results:
         cells.setdefault(result.cell, []).append(result)
     lines = [f"# Erasing on {config.model}", "", NOTES, ""]
+    if planned is not None and len(results) < planned:
+        done = f"{len(results)} of {planned} planned samples are there."
+        lines += [f"**The run is not finished: {done}**", ""]
     for cell, found in cells.items():
         lines += [*_cell(cell, found), ""]
+    if failed := [result for result in results if result.error is not None]:
+        lines += ["## Failures", "", f"Not in the tables: samples that failed, {len(failed)}.", ""]
+        lines += [*(f"* {result.id}: {result.error}" for result in failed), ""]
     lines += ["## Set-up", "", f"* config: {config.hash}"]
     lines += [f"* {name}: {value}" for name, value in environment.items()]
     return "\n".join(lines) + "\n"
 
 
-def _cell(cell: str, found: Sequence[ErasingResult]) -> list[str]:
+def _cell(cell: str, results: Sequence[ErasingResult]) -> list[str]:
+    found = [result for result in results if result.error is None]
+    failed = f" ({len(results) - len(found)} more failed)" if len(found) < len(results) else ""
+    if not found:
+        return [f"## {cell}", "", f"n = 0{failed}."]
     by_method: dict[str, list[Measured]] = {}
     for result in found:
         for record in result.records:
@@ -51,7 +79,8 @@ def _cell(cell: str, found: Sequence[ErasingResult]) -> list[str]:
     return [
         f"## {cell}",
         "",
-        f"n = {len(found)}; recomputation solves and no erasing fails {np.mean(telling):.0%}.",
+        f"n = {len(found)}{failed}; recomputation solves and no erasing fails "
+        f"{np.mean(telling):.0%}.",
         "",
         *_HEAD,
         *rows,

@@ -20,7 +20,7 @@ def takes(path: str) -> bool:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs it and prints its page.
+    """Runs it and prints its page; 1 where every sample failed, else 0.
 
     Raises:
       ValueError, OSError: bad input, before anything is written.
@@ -31,10 +31,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"{jax.process_count()} processes: a config of erasing runs in one; give each its file"
         )
-    from eval.commit import commit
-    from eval.durable import write_atomically
-    from eval.erasing import measure, tables
+    from eval.erasing import measure, records, tables
     from eval.erasing import run as erasing_run
+    from eval.journal import SAMPLES_FILE
     from eval.progress import Printer
 
     config = _config(args)
@@ -52,16 +51,16 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"model {config.model!r} has no tokenizer: eval needs one beside it")
     size = 8 if args.batch is None else args.batch
     results = erasing_run.run(config, loaded, Printer(), args.overwrite, size)
-    page = tables.markdown(config, results, {"commit": commit() or "unknown"})
-    path = Path(config.output) / "results.md"
-    write_atomically(path, page)
+    directory = Path(config.output)
+    path, page = tables.write(records.read(directory / SAMPLES_FILE), directory, results)
     print(page)
     print(path)
-    return 0
+    return 1 if all(result.error is not None for result in results) else 0
 
 
 def _config(args: argparse.Namespace) -> Any:
     """The file's config with what the command line changes."""
+    from eval import fields
     from eval.erasing import config as erasing_config
     from eval.journal import journals
 
@@ -71,6 +70,8 @@ def _config(args: argparse.Namespace) -> Any:
             raise ValueError(f"--{option}: not taken with a config of erasing; change the file")
     config = erasing_config.load(args.config)
     changes = {name: v for name in _CHANGES if (v := getattr(args, name)) is not None}
+    if "output" in changes:
+        changes["output"] = fields.directory("--output", changes["output"])
     for name in ("samples", "max_new_tokens"):
         if changes.get(name, 1) < 1:
             option = name.replace("_", "-")

@@ -148,6 +148,17 @@ def read_adapters(directory: str | Path) -> dict[str, Array]:
     return {name: array.astype(jnp.float32) for name, array in arrays.items()}
 
 
+def eraser_directory(model: Decoder, path: str | Path | None = None) -> Path:
+    """Where the eraser lies that `load_eraser` reads.
+
+    Raises:
+      FileNotFoundError: none ships for this backbone.
+    """
+    if path is not None:
+        return Path(path).expanduser()
+    return modules.find_shipped(MODULE, model.fingerprint())
+
+
 def load_eraser(model: Decoder, path: str | Path | None = None) -> Eraser:
     """The eraser exported to `path`, or the one that ships for this backbone.
 
@@ -155,12 +166,11 @@ def load_eraser(model: Decoder, path: str | Path | None = None) -> Eraser:
       FileNotFoundError: none there.
       ValueError: a module of another kind or backbone, or a damaged one.
     """
-    fingerprint = model.fingerprint()
-    directory = modules.find_shipped(MODULE, fingerprint) if path is None else Path(path)
+    directory = eraser_directory(model, path)
     card = modules.read_card(directory)
     if card.kind != KIND:
         raise ValueError(f"{directory}: a module of kind {card.kind!r}; needed is {KIND!r}")
-    card.check_backbone(fingerprint, directory)
+    card.check_backbone(model.fingerprint(), directory)
     config = modules.config_of(card, EraserConfig, directory)
     eraser = Eraser(config=config, arrays=read_adapters(directory))
     try:

@@ -73,6 +73,14 @@ def test_another_prompt_template_is_refused(tmp_path):
         harness.run(config, other, output=tmp_path)
 
 
+def test_another_format_is_called_so(tmp_path):
+    config = small_config(tasks=[ONE])
+    harness.run(config, FakeEngine(), output=tmp_path)
+    change_header(tmp_path / "samples.jsonl", format=1)
+    with pytest.raises(ValueError, match="has format 1, this version writes 2; give --overwrite"):
+        harness.run(config, FakeEngine(), output=tmp_path)
+
+
 def test_a_journal_without_an_identity_goes_on(tmp_path):
     config = small_config(tasks=[{**ONE, "samples": 3}])
     whole = harness.run(config, FakeEngine(), output=tmp_path / "whole")

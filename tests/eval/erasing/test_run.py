@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
@@ -10,10 +11,12 @@ import numpy as np
 import pytest
 
 import kvjax
+from eval import durable
 from eval.erasing import config as config_module
-from eval.erasing import measure, run, tables
+from eval.erasing import measure, records, run, tables
 from eval.erasing.config import from_mapping, is_erasing
 from eval.erasing.samples import prompt_of
+from kvjax.cli.main import main
 from kvjax.learned.eraser import EraserConfig, init_eraser, save_eraser
 from tests.eval.fakes import WordTokenizer
 from train.passes import plain_pass
@@ -108,7 +111,7 @@ def test_a_killed_run_goes_on_where_it_was(loaded, tmp_path):
     path.write_text(path.read_text().replace('"records"', '"notes"', 1))
     with pytest.raises(ValueError, match=r"line 2 is damaged; give --overwrite"):
         run.run(config(tmp_path / "whole"), loaded)
-    assert json.loads(path.read_text().split("\n")[0])["format"] == run.FORMAT
+    assert json.loads(path.read_text().split("\n")[0])["format"] == records.FORMAT
 
 
 def test_samples_side_by_side_give_what_each_gives_alone(loaded, tmp_path):
@@ -159,7 +162,7 @@ def test_gap_closed_is_0_without_erasing_and_1_at_recomputation():
         return measure.Measured(method=method, exact=0.0, distractor=0.0, nll=nll, kl=kl, answer="")
 
     results = [
-        run.ErasingResult(
+        records.ErasingResult(
             id=str(i),
             cell="cell",
             suite="chain",
@@ -206,3 +209,138 @@ def test_a_config_of_erasing_is_told_by_its_methods(tmp_path):
     path.write_text("model: x\nmethods: [mask]\n")
     with pytest.raises(ValueError, match=r"config '.*bad.yaml': missing key"):
         config_module.load(path)
+
+
+# What fails, and what a run may go on with
+
+
+def broken_at(monkeypatch, seed):
+    """Every suite fails for samples of this seed, at every attempt."""
+    make = run.suites.make
+
+    def failing(request):
+        if request.seed % run._STRIDE == seed:
+            raise ValueError("the words asked for\nstand there more than once")
+        return make(request)
+
+    monkeypatch.setattr(run.suites, "make", failing)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_sample_that_cannot_be_made_is_listed_and_asked_again(
+    loaded, tmp_path, monkeypatch, batch
+):
+    given = config(tmp_path, suites=["chain"], samples=3)
+    learn_words(given, loaded[1])
+    with monkeypatch.context() as patched:
+        broken_at(patched, 0)  # the first, which planning makes
+        told = []
+        results = run.run(given, loaded, told.append, batch=batch)
+    assert [one.error is None for one in results] == [False, True, True]
+    assert "1 FAILED" in told[0]
+    _, page = tables.write(records.read(tmp_path / "samples.jsonl"), tmp_path)
+    assert "n = 2 (1 more failed); recomputation solves" in page
+    assert f"* {results[0].id}: ValueError: the words asked for stand there more" in page
+    told.clear()
+    again = run.run(given, loaded, told.append, batch=batch)
+    assert len(told) == 1 and all(one.error is None for one in again)
+    assert [one.id for one in again] == [one.id for one in results]
+
+
+def test_an_answer_that_is_too_long_costs_no_other_sample(loaded, tmp_path, monkeypatch):
+    given = config(tmp_path, suites=["chain"], samples=3)
+    learn_words(given, loaded[1])
+    make = run.suites.make
+
+    def longer(request):
+        sample = make(request)
+        if request.seed == 1:
+            return dataclasses.replace(sample, answer="one two three four five six seven eight x")
+        return sample
+
+    monkeypatch.setattr(run.suites, "make", longer)
+    results = run.run(given, loaded, batch=3)
+    assert [one.error and one.error[:30] for one in results] == [
+        None, "ValueError: max_new_tokens=8: ", None,
+    ]  # fmt: skip
+
+
+def test_a_cell_that_cannot_be_made_is_refused_before_anything_is_written(loaded, tmp_path):
+    with pytest.raises(ValueError, match="length=20: too short"):
+        run.run(config(tmp_path / "run", lengths=[20]), loaded)
+    assert not (tmp_path / "run").exists()
+
+
+def killed(loaded, given, after):
+    """A run that is killed behind so many batches."""
+
+    def stop(line):
+        told.append(line)
+        if len(told) == after:
+            raise KeyboardInterrupt
+
+    told = []
+    with pytest.raises(KeyboardInterrupt):
+        run.run(given, loaded, stop, batch=1)
+
+
+def test_a_killed_run_is_reported_with_what_it_has(loaded, tmp_path, capsys):
+    given = config(tmp_path, suites=["chain"])
+    learn_words(given, loaded[1])
+    killed(loaded, given, 1)
+    capsys.readouterr()
+    with (tmp_path / "samples.jsonl").open("ab") as file:
+        file.write('{"id": "ä'.encode()[:-1])  # cut within a character
+    assert main(["report", str(tmp_path)]) == 0
+    page = (tmp_path / "results.md").read_text()
+    assert "**The run is not finished: 1 of 2 planned samples are there.**" in page
+    assert page in capsys.readouterr().out and "* dtype: float32" in page
+    assert len(run.run(given, loaded, batch=1)) == 2
+    assert main(["report", str(tmp_path), "--output", str(tmp_path / "other")]) == 0
+    assert "not finished" not in (tmp_path / "other" / "results.md").read_text()
+    assert records.read(tmp_path / "samples.jsonl").config == given
+
+
+def test_a_run_of_erasing_is_reported_alone(loaded, tmp_path, capsys):
+    given = config(tmp_path / "one", suites=["chain"])
+    records.start(tmp_path / "one" / "samples.jsonl", given, {}, [])
+    (tmp_path / "two").mkdir()
+    runs = [str(tmp_path / name) for name in ("one", "two")]
+    assert main(["report", *runs, "--output", str(tmp_path)]) == 2
+    assert f"run '{tmp_path}/one' is of erasing: give it alone" in capsys.readouterr().err
+
+
+def test_other_contents_under_the_same_names_are_refused(loaded, tmp_path):
+    book = tmp_path / "book.txt"
+    book.write_text("The fox ran over the hill. It was late at night. " * 40)
+    given = config(tmp_path / "run", suites=["chain"], haystacks=[f"file:{book}"], samples=1)
+    path = tmp_path / "run" / "samples.jsonl"
+    learn_words(given, loaded[1])
+    killed(loaded, given, 1)
+    other = kvjax.Decoder.random(CONFIG, jax.random.key(2)), loaded[1]
+    with pytest.raises(ValueError, match=r"results of another model \(float32\), .* than is there"):
+        run.run(given, other, batch=1)
+    book.write_text("The dog ran over the hill. It was late at night. " * 40)
+    with pytest.raises(ValueError, match=r"another haystack file:book\.txt than is there now"):
+        run.run(given, loaded, batch=1)
+    first, rest = path.read_text().split("\n", 1)
+    header = json.loads(first)
+    for name in ("identity", "environments", "planned"):
+        del header[name]
+    path.write_text(json.dumps({**header, "commit": "old"}) + "\n" + rest)
+    # A journal of before there were identities: nothing can be said against it.
+    run.run(dataclasses.replace(given, samples=2), loaded, batch=1)
+    finished = records.read(path)
+    assert [one.environment for one in finished.results.values()] == [0, 1]
+    assert finished.environments[0] == {"commit": "old"}
+    assert finished.environment["commit"].startswith("old / ")
+    assert "dtype" in finished.environment["differs between resumptions"]
+
+
+def test_another_format_and_another_writer_are_refused(loaded, tmp_path):
+    given, path = config(tmp_path, suites=["chain"]), tmp_path / "samples.jsonl"
+    with durable.locked(path), pytest.raises(ValueError, match="another command is writing"):
+        run.run(given, loaded)
+    path.write_text(json.dumps({"format": "erasing-1", "config_hash": given.hash}) + "\n")
+    with pytest.raises(ValueError, match="has format erasing-1, this version writes erasing-2"):
+        run.run(given, loaded)
