@@ -16,21 +16,26 @@ from kvjax import assembly, decoding
 from kvjax.cache.entries import entry_positions
 from kvjax.dilution import useful_mass
 from kvjax.learned.memory import MemoryConfig
-from kvjax.policies.latent_memory import LatentMemory
 from tests import tiny
 from tests.learned import memory_by_hand as by_hand
 from tests.policies.observations import rotate
+from tests.policies.remembering import (
+    ASKED,
+    CONFIGS,
+    QUESTION,
+    answer,
+    ask,
+    closed,
+    memory_of,
+    params,
+    plain,
+    prefill,
+    remembering,
+    same,
+)
 from tests.tiny import CAPACITY, LENGTHS, QUARTER
 
 NAMES = ("snapkv", "retention-global")
-QUESTION = np.random.default_rng(5).integers(1, 97, (3, 5)).astype(np.int32)
-ASKED = np.array([5, 3, 1], np.int32)
-CONFIGS = [
-    MemoryConfig(),
-    MemoryConfig(coordinates="post_rope", combine="lse", gate="per_head"),
-    MemoryConfig(phi="dense", combine="convex", gate="linear"),
-    MemoryConfig(phi="per_head", size=8, combine="lse", decay=0.5),
-]
 every_kind = pytest.mark.parametrize(
     ("name", "config"),
     [("retention-global", CONFIGS[0]), *(("snapkv", config) for config in CONFIGS)],
@@ -45,71 +50,6 @@ either_schedule = pytest.mark.parametrize(
 def quick_compilation():
     with tiny.quick_compilation():
         yield
-
-
-def remembering(name: str, config: MemoryConfig = MemoryConfig(), **options: Any) -> kvjax.Policy:
-    """The policy that evicts once unless told otherwise, with a memory."""
-    given = {"prefill": "whole", "decode_interval": 0} | options
-    return tiny.policy(name, remainder=LatentMemory(config=config), **given)
-
-
-def plain(policy: kvjax.Policy) -> kvjax.Policy:
-    return dataclasses.replace(policy, remainder=kvjax.policies.Remainder())
-
-
-def params(name: str, config: MemoryConfig = MemoryConfig(), layers: int = 3) -> dict[str, Any]:
-    scorer = tiny.params(name)
-    if scorer is not None:
-        scorer = {key: array[:layers] for key, array in scorer.items()}
-    return {"scorer": scorer, "memory": tiny.memory(config, layers)}
-
-
-def closed(given: dict[str, Any]) -> dict[str, Any]:
-    bias = jnp.full_like(given["memory"]["gate_b2"], -jnp.inf)
-    return given | {"memory": given["memory"] | {"gate_b2": bias}}
-
-
-def prefill(policy, given, budget=QUARTER, *, model=None, capacity=CAPACITY, **options):
-    return kvjax.prefill(
-        tiny.model() if model is None else model,
-        *(jnp.asarray(a) for a in (tiny.tokens(), LENGTHS)),
-        policy=policy,
-        budget=jnp.asarray(budget),
-        capacity=capacity,
-        params=given,
-        **options,
-    )
-
-
-def ask(policy, given, cache, *, model=None):
-    return kvjax.extend(
-        tiny.model() if model is None else model,
-        cache,
-        *(jnp.asarray(a) for a in (QUESTION, ASKED)),
-        policy=policy,
-        params=given,
-        budget=jnp.asarray(QUARTER),
-    )
-
-
-def answer(policy, given, logits, cache, *, steps=6):
-    return kvjax.generate(
-        tiny.model(),
-        cache,
-        logits,
-        max_new_tokens=steps,
-        policy=policy,
-        params=given,
-        budget=jnp.asarray(QUARTER),
-    )
-
-
-def memory_of(cache):
-    return {n.removeprefix("memory."): np.asarray(a) for n, a in cache.policy_state.memory.items()}
-
-
-def same(found, wanted):
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
 # One layer by hand: no residual stream in between, so every number has a definition of its own.
@@ -249,49 +189,7 @@ def test_every_call_reads_what_the_cuts_before_it_wrote(chunk, config):
     assert cuts > 3
 
 
-# What may not differ by a bit.
-
-
-@pytest.mark.parametrize(
-    ("name", "config"), [("retention-global", CONFIGS[0]), ("snapkv", CONFIGS[1])], ids=str
-)
-def test_a_memory_in_which_nothing_is_written_changes_no_bit(name, config):
-    policy, given = remembering(name, config), params(name, config)
-    logits, cache = prefill(policy, given, LENGTHS)
-    assert not any(a.any() for n, a in memory_of(cache).items() if n != "newest")
-    assert (memory_of(cache)["newest"] == -1).all()
-    full = kvjax.policy("full")
-    wanted_logits, whole = prefill(full, None, LENGTHS)
-    same((logits, cache.positions), (wanted_logits, whole.positions))
-    (behind, cache), (wanted_behind, whole) = (
-        ask(policy, given, cache),
-        ask(full, None, whole),
-    )
-    same(behind, wanted_behind)
-    out, wanted = answer(policy, given, behind, cache), answer(full, None, behind, whole)
-    same((out.tokens, out.logits), (wanted.tokens, wanted.logits))
-
-
-@pytest.mark.parametrize(
-    ("config", "schedule"),
-    [
-        (CONFIGS[1], {"prefill": "chunked", "chunk": 16}),
-        (CONFIGS[2], {"decode_interval": 3}),
-    ],
-    ids=str,
-)
-def test_a_closed_gate_is_plain_eviction(config, schedule):
-    policy, given = remembering("snapkv", config, **schedule), closed(params("snapkv", config))
-    bare = plain(policy)
-    found, wanted = prefill(policy, given), prefill(bare, None)
-    assert memory_of(found[1])["values"].any()
-    found, wanted = ask(policy, given, found[1]), ask(bare, None, wanted[1])
-    outs = answer(policy, given, *found), answer(bare, None, *wanted)
-    for out, plain_out in (found, wanted), ((outs[0].logits, outs[0].cache), (
-        outs[1].logits, outs[1].cache)):  # fmt: skip
-        same(out[0], plain_out[0])
-        same(out[1].keys, plain_out[1].keys)
-        same(out[1].positions, plain_out[1].positions)
+# Whether it is read.
 
 
 @pytest.mark.parametrize("name", NAMES)

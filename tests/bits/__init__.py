@@ -1,0 +1,1 @@
+"""What is equal to the bit, in the code that XLA makes by default."""
