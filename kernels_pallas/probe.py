@@ -29,12 +29,18 @@ def probe(dtype: Any = jnp.bfloat16) -> dict[str, dispatch.Choice]:
 
 
 def _calls(dtype: Any) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+    from kernels_pallas.attention import attention, causal_attention
     from kernels_pallas.column_attention import column_attention
     from kernels_pallas.gather_compact import compact
-    from kernels_pallas.latent_memory import memory_update
-    from kernels_pallas.occupancy import occupancy
+    from kernels_pallas.latent_memory import memory_read, memory_update
+    from kernels_pallas.occupancy import occupancy, occupancy_at
     from kernels_pallas.pooled_max import pooled_max
-    from kernels_pallas.ragged_decode import decode_attention, decode_mass, paged_attention
+    from kernels_pallas.ragged_decode import (
+        decode_attention,
+        decode_mass,
+        paged_attention,
+        paged_mass,
+    )
     from kernels_pallas.removal_error import removal_error
     from kernels_pallas.retention_attention import retention_attention, segment_attention
     from kernels_pallas.select import competing_threshold, keep_mask
@@ -54,6 +60,8 @@ def _calls(dtype: Any) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...
 
     keys, asked = entries(_KV_HEADS, _TOKENS), entries(_HEADS, _TOKENS)
     at, slots = integers(1, _TOKENS), integers(1, _KV_HEADS, _TOKENS)
+    yield "causal_attention", causal_attention, (asked, keys, keys, at)
+    yield "attention", attention, (asked, keys, keys, at, slots)
     few, few_at = entries(_HEADS, _WINDOW), integers(1, _WINDOW)
     yield "window_scores", window_scores, (few, keys, few_at, slots)
     yield "window_moments", window_moments, (few, keys, few_at, slots)
@@ -96,25 +104,19 @@ def _calls(dtype: Any) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...
     pool = jax.ShapeDtypeStruct((1, pages, _PAGE, _SIZE), dtype)
     table = integers(1, _KV_HEADS, _BUDGET // _PAGE)
     pool_at = integers(1, pages, _PAGE)
-    yield "paged_attention", paged_attention, (one, pool, pool, pool_at, table, budgets, one_at)
+    paged = (one, pool, pool, pool_at, table, budgets, one_at)
+    yield "paged_attention", paged_attention, paged
+    yield "paged_mass", paged_mass, (*paged, numbers(1, _HEADS, 1))
 
     fading = numbers(1, _KV_HEADS, _TOKENS)
     yield "retention_attention", retention_attention, (asked, keys, keys, fading, at)
     yield "segment_attention", segment_attention, (asked, keys, keys, at)
     yield "occupancy", occupancy, (fading, at)
+    yield "occupancy_at", occupancy_at, (fading, at, few_at)
     yield "pooled_max", pooled_max, (asked, keys, at, at)
     features = 512
-    yield (
-        "memory_update",
-        memory_update,
-        (
-            numbers(_KV_HEADS, _SIZE, features),
-            numbers(1, features, _KV_HEADS * _SIZE),
-            numbers(1, features),
-            keys,
-            keys,
-            slots,
-            mask(1, _KV_HEADS, _TOKENS),
-            numbers(1),
-        ),
-    )
+    weights = numbers(_KV_HEADS, _SIZE, features)
+    memory = (numbers(1, features, _KV_HEADS * _SIZE), numbers(1, features))
+    leaving = (keys, keys, slots, mask(1, _KV_HEADS, _TOKENS), numbers(1))
+    yield "memory_update", memory_update, (weights, *memory, *leaving)
+    yield "memory_read", memory_read, (weights, *memory, entries(_KV_HEADS, 1))

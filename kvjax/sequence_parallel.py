@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
 from kernels_pallas.attention import attention, library, merge
+from kernels_pallas.attention.api import PROMPT, portable_form
 from kernels_pallas.column_attention import column_attention
 from kvjax.models.decoder import Projected
 from kvjax.placement import RULES
@@ -59,8 +60,20 @@ def spread_attention(
     def attend(asking: Any, held: Any, whole: Any) -> Any:
         (queries, own), (keys, values), (positions, window) = asking, held, whole
         slots = jnp.broadcast_to(positions[:, None], keys.shape[:3])
-        found = None if windowed else _by_kernel(queries, keys, values, mesh.shape[AXIS])
-        out, lse = found or attention(queries, keys, values, own, slots, window)
+
+        def plain(form: Any = None) -> Any:
+            return attention(queries, keys, values, own, slots, window, implementation=form)
+
+        def run(chosen: str) -> Any:
+            if chosen not in library.KERNELS.values():
+                return plain(chosen)
+            return _by_kernel(library.named(chosen), queries, keys, values, mesh.shape[AXIS])
+
+        if windowed:
+            out, lse = plain()
+        else:
+            portable = portable_form(queries, keys)
+            out, lse = PROMPT.choose(run, implementation=None, portable=portable)
         if not column:
             return (out, lse), None
         sums = column_attention(queries, lse, keys, own, slots, window)
@@ -115,12 +128,13 @@ def over_tokens(
 
 
 def _by_kernel(
-    queries: Array, keys: Array, values: Array, count: int
-) -> tuple[Array, Array] | None:
-    """Both chunks of this device, each against itself and then against every chunk before it.
-
-    By the platform's maintained kernel; None where that does not serve.
-    """
+    kernel: Callable[..., tuple[Array, Array]],
+    queries: Array,
+    keys: Array,
+    values: Array,
+    count: int,
+) -> tuple[Array, Array]:
+    """Both chunks of this device, each against itself and then against every chunk before it."""
     size = queries.shape[2] // 2
 
     def chunk(array: Array, index: Array) -> Array:
@@ -128,20 +142,17 @@ def _by_kernel(
 
     def one(inputs: tuple[Array, Array]) -> tuple[Array, Array]:
         q, here = inputs
-        out, lse = library.attention(q, chunk(keys, here), chunk(values, here))
+        out, lse = kernel(q, chunk(keys, here), chunk(values, here))
 
         def earlier(index: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
             entries = chunk(keys, index), chunk(values, index)
-            return merge(found, library.attention(q, *entries, causal=False))
+            return merge(found, kernel(q, *entries, causal=False))
 
         # Between the merges in float32, so that their number costs no precision.
         return lax.fori_loop(0, here, earlier, (out.astype(jnp.float32), lse))
 
     halves = jnp.stack([queries[:, :, :size], queries[:, :, size:]])
-    try:
-        out, lse = lax.map(one, (halves, _chunks_of(lax.axis_index(AXIS), count)))
-    except NotImplementedError:
-        return None
+    out, lse = lax.map(one, (halves, _chunks_of(lax.axis_index(AXIS), count)))
     out = out.astype(queries.dtype)
     return jnp.concatenate([*out], axis=2), jnp.concatenate([*lse], axis=2)
 

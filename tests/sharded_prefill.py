@@ -6,6 +6,7 @@ Prints as JSON what prefill over a mesh and prefill on one device have in common
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec
 import kvjax
 from benchmarks.hlo import traffic
 from kernels_pallas.attention import library, reference
+from kernels_pallas.dispatch import VARIABLE
 from kvjax import decoding
 from kvjax.models.sharding import make_mesh
 from tests import tiny
@@ -101,7 +103,10 @@ def comparisons() -> dict[str, Any]:
     compare("keydiff-block", windowed, "tensor")
     compare("snapkv", plain, "sequence")
     portable = prefill(plain, "snapkv")
-    with mock.patch.object(library, "attention", by_definition):
+    with (
+        mock.patch.object(library, "splash", by_definition),
+        mock.patch.dict(os.environ, {VARIABLE: "causal_attention=splash"}),
+    ):
         found["kernels"] = difference(portable, prefill(on("data", plain), "snapkv"))
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -10,8 +10,19 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas.attention import blockwise, library, reference
 from kernels_pallas.attention.gradient import differentiable
 from kernels_pallas.attention.mask import NO_WINDOW
+from kernels_pallas.dispatch import Operation
 
 type Implementation = Literal["reference", "blockwise"]
+
+_PACKAGE = "kernels_pallas.attention"
+_PLAIN = {"reference": reference.attention, "blockwise": blockwise.attention}
+_ATTENTION = Operation("attention", _PACKAGE, tuple(_PLAIN))
+PROMPT = Operation(
+    "causal_attention",
+    _PACKAGE,
+    (*_PLAIN, *library.KERNELS.values()),
+    kernels=library.KERNELS,
+)
 
 # Up to this many logits per (row, head) one dense pass is faster than the loop over blocks.
 _DENSE_LOGITS = 2**17
@@ -31,15 +42,25 @@ def attention(
 
     `implementation` None picks the dense reference for short queries, blocks otherwise.
     """
-    if implementation is None:
-        dense = queries.shape[2] * keys.shape[2] <= _DENSE_LOGITS
-        implementation = "reference" if dense else "blockwise"
-    if implementation not in ("reference", "blockwise"):
-        raise ValueError(
-            f"implementation={implementation!r}: allowed are 'reference', 'blockwise' and None"
-        )
-    chosen = reference if implementation == "reference" else blockwise
-    return chosen.attention(queries, keys, values, query_positions, key_positions, window)
+    found: tuple[Array, Array] = _ATTENTION(
+        queries,
+        keys,
+        values,
+        query_positions,
+        key_positions,
+        window,
+        implementation=implementation,
+        portable=portable_form(queries, keys),
+    )
+    return found
+
+
+def portable_form(
+    queries: Float[Array, "B H Q D"], keys: Float[Array, "B K S D"]
+) -> Implementation:
+    """Which of the plain forms `attention` takes."""
+    dense = queries.shape[2] * keys.shape[2] <= _DENSE_LOGITS
+    return "reference" if dense else "blockwise"
 
 
 def causal_attention(
@@ -60,19 +81,19 @@ def causal_attention(
     if implementation is None and queries.shape[2] == 1:
         return _one_token(queries, keys, values, positions)
     spread = jnp.broadcast_to(positions[:, None], keys.shape[:3])
-    kernels = {None: library.attention, "splash": library.splash, "cudnn": library.cudnn}
-    if implementation not in kernels:
-        plain = cast(Implementation, implementation)
-        return attention(queries, keys, values, positions, spread, implementation=plain)
-    kernel = kernels[implementation]
-    # The kernels' own gradients are those of the output alone, without the log-sum-exp.
-    forward = differentiable(lambda q, k, v, *_: kernel(q, k, v))
-    try:
+
+    def run(chosen: str) -> tuple[Array, Array]:
+        if chosen in _PLAIN:
+            return _PLAIN[chosen](queries, keys, values, positions, spread)
+        kernel = library.named(chosen)
+        # The kernels' own gradients are those of the output alone, without the log-sum-exp.
+        forward = differentiable(lambda q, k, v, *_: kernel(q, k, v))
         return forward(queries, keys, values, positions, spread, jnp.int32(NO_WINDOW))
-    except NotImplementedError:
-        if implementation is not None:
-            raise
-    return attention(queries, keys, values, positions, spread)
+
+    found: tuple[Array, Array] = PROMPT.choose(
+        run, implementation=implementation, portable=portable_form(queries, keys)
+    )
+    return found
 
 
 def _one_token(

@@ -1,38 +1,25 @@
 """Maintained kernels for attention within a prompt: splash on TPU, cuDNN on GPU.
 
-Each raises NotImplementedError with one sentence where it does not serve.
+Each gives the output and the log-sum-exp, and raises NotImplementedError with one sentence where
+it does not serve. With `causal` False every query sees every key, as one part of a prompt sees an
+earlier one.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kernels_pallas import dispatch
 from kernels_pallas.attention.blocks import pad_to
 from kernels_pallas.partition import partitioned
 
+KERNELS = {"tpu": "splash", "gpu": "cudnn"}  # the one of each platform, by its function's name
+
 _LANES = 128
 _AXES = "B H T D, B K T D, B K T D -> B H T D, B H T"
-
-
-def attention(
-    queries: Float[Array, "B H T D"],
-    keys: Float[Array, "B K T D"],
-    values: Float[Array, "B K T D"],
-    *,
-    causal: bool = True,
-) -> tuple[Float[Array, "B H T D"], Float[Array, "B H T"]]:
-    """Attention by the platform's kernel: output and log-sum-exp.
-
-    With `causal` False every query sees every key, as one part of a prompt sees an earlier one.
-    """
-    platform = dispatch.platform()
-    kernel = {"tpu": splash, "gpu": cudnn}.get(platform)
-    if kernel is None or not dispatch.takes_kernels():
-        raise NotImplementedError(f"no maintained attention kernel for {platform}")
-    return kernel(queries, keys, values, causal=causal)
 
 
 @partitioned(_AXES)
@@ -115,3 +102,8 @@ def cudnn(
     except RuntimeError as error:  # raised while tracing where no cuDNN is installed
         raise NotImplementedError(f"cuDNN attention: {error}") from error
     return tokens_first(out), tokens_first(lse).astype(jnp.float32)
+
+
+def named(kernel: str) -> Callable[..., tuple[Array, Array]]:
+    """`splash` or `cudnn`."""
+    return {"splash": splash, "cudnn": cudnn}[kernel]

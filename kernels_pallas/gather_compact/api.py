@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Literal
 
 import jax.numpy as jnp
@@ -43,9 +44,18 @@ def compact(
     )
 
 
-def in_place() -> bool:
-    """Whether this platform has a kernel, which moves kept entries within the array they are in.
+def in_place(arrays: tuple[Array, ...], table: Int[Array, "*n M"] | None = None) -> bool:
+    """Whether `compact` of these moves kept entries within the arrays, as the kernels do.
 
-    Elsewhere an array is gathered into a new one.
+    Elsewhere, and where a kernel declines them, all that is kept is gathered beside them.
     """
-    return dispatch.takes_kernels()
+
+    def moves(implementation: str) -> bool:
+        if implementation not in dispatch.KERNELS.values():
+            return False
+        kernel = importlib.import_module(f"{_COMPACT.package}.pallas_{implementation}")
+        kernel.decline(arrays, table)
+        return True
+
+    found: bool = _COMPACT.choose(moves, implementation=None, portable="reference")
+    return found

@@ -41,6 +41,7 @@ def compact(
     table: Int[Array, "*n M"] | None = None,
 ) -> tuple[Array, ...]:
     """As the reference."""
+    decline(arrays)
     heads = math.prod(lengths.shape)
     if table is None:
         page = None
@@ -185,14 +186,20 @@ def compact(
     )
 
 
+def decline(arrays: tuple[Array, ...], table: Array | None = None) -> None:
+    """Declines rows that are no whole copies, with or without pages."""
+    del table
+    for array in arrays:
+        width, itemsize = array.shape[-1], array.dtype.itemsize
+        if width * itemsize % 16:
+            raise NotImplementedError(
+                f"rows of {width} {array.dtype}: allowed are rows of a multiple of 16 bytes"
+            )
+        if _padded_width(array) > 256:
+            raise NotImplementedError(f"rows of {width} elements: allowed are 256")
+
+
 def _padded_width(array: Array) -> int:
     """Elements of a row in shared memory: a multiple of 128 bytes."""
-    width, itemsize = array.shape[-1], array.dtype.itemsize
-    if width * itemsize % 16:
-        raise NotImplementedError(
-            f"rows of {width} {array.dtype}: allowed are rows of a multiple of 16 bytes"
-        )
-    padded = -(-width * itemsize // 128) * 128 // itemsize
-    if padded > 256:
-        raise NotImplementedError(f"rows of {width} elements: allowed are 256")
-    return padded
+    itemsize = array.dtype.itemsize
+    return int(-(-array.shape[-1] * itemsize // 128) * 128 // itemsize)

@@ -64,6 +64,7 @@ def compact(
     table: Int[Array, "*n M"] | None = None,
 ) -> tuple[Array, ...]:
     """As the reference."""
+    decline(arrays, table)
     done: list[Array | None] = [None] * len(arrays)
     for dtype in dict.fromkeys(array.dtype for array in arrays):
         chosen = [at for at, array in enumerate(arrays) if array.dtype == dtype]
@@ -71,6 +72,24 @@ def compact(
         for at, result in zip(chosen, results, strict=True):
             done[at] = result
     return tuple(array for array in done if array is not None)
+
+
+def decline(arrays: tuple[Array, ...], table: Array | None = None) -> None:
+    """Declines types that are not copied as words, and pages that are not whole granules."""
+    for array in arrays:
+        dtype = array.dtype
+        if dtype not in (jnp.float32, jnp.bfloat16):
+            raise NotImplementedError(f"dtype {dtype}: allowed are float32 and bfloat16")
+        granule = 8 * _packed(dtype)
+        if table is not None and array.shape[2] % granule:
+            raise NotImplementedError(
+                f"pages of {array.shape[2]} slots: allowed in {dtype} are multiples of {granule}"
+            )
+
+
+def _packed(dtype: Any) -> int:
+    """Rows that share a word."""
+    return int(4 // dtype.itemsize)
 
 
 def _compact_alike(
@@ -82,9 +101,7 @@ def _compact_alike(
 ) -> list[Array]:
     """Arrays of one dtype."""
     dtype = arrays[0].dtype
-    if dtype not in (jnp.float32, jnp.bfloat16):
-        raise NotImplementedError(f"dtype {dtype}: allowed are float32 and bfloat16")
-    packed = 4 // dtype.itemsize  # rows that share a word
+    packed = _packed(dtype)
     granule = 8 * packed
     heads = math.prod(lengths.shape)
     if table is None:
@@ -92,10 +109,6 @@ def _compact_alike(
         rows = [array.reshape(heads, slots, array.shape[-1]) for array in arrays]
     else:
         page = arrays[0].shape[2]
-        if page % granule:
-            raise NotImplementedError(
-                f"pages of {page} slots: allowed in {dtype} are multiples of {granule}"
-            )
         slots = table.shape[-1] * page
         rows = [array.reshape(array.shape[0], -1, array.shape[-1]) for array in arrays]
 

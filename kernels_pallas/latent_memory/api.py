@@ -11,8 +11,8 @@ from typing import Literal
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from kernels_pallas import dispatch
-from kernels_pallas.latent_memory import reference
 
+_READ = dispatch.Operation("memory_read", "kernels_pallas.latent_memory", ("reference",))
 _UPDATE = dispatch.Operation(
     "memory_update", "kernels_pallas.latent_memory", ("reference", "blockwise")
 )
@@ -58,6 +58,8 @@ def memory_read(
     normalise: bool = True,
 ) -> tuple[Float32[Array, "B H T D"], Float32[Array, "B H T"]]:
     """m of every query, exactly 0 from an empty memory, and its mass (phi * phi)^T b / M."""
-    return reference.memory_read(
-        weights, values_state, squares_state, queries, eps=eps, normalise=normalise
-    )
+    read: tuple[Array, Array] = _READ(
+        weights, values_state, squares_state, queries, eps=eps, normalise=normalise,
+        implementation=None, portable="reference",
+    )  # fmt: skip
+    return read

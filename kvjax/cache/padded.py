@@ -203,7 +203,7 @@ class PaddedCache:
         union's keys and values before the evicted entries are lost. Without it, where there is a
         kernel for it, keys and values move within the cache and no union is made.
         """
-        if absorb is None and in_place():
+        if absorb is None and in_place((self.keys, self.values)):
             return self._keep_in_place(keep, keys, values, positions, state)
         spread = jnp.broadcast_to(positions[:, None], keys.shape[1:4])
 

@@ -219,7 +219,7 @@ class PagedCache:
         layer waits for pages that a later one still holds. `state` and `absorb` are as in
         `PaddedCache.keep`.
         """
-        if absorb is None and in_place():
+        if absorb is None and in_place((self.keys, self.values), self.page_table):
             return self._keep_in_place(keep, keys, values, positions, state)
         capacity = self.capacity
         spread = jnp.broadcast_to(positions[:, None], keys.shape[1:4])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,7 +80,7 @@ def test_moving_within_the_cache_keeps_the_same_entries(monkeypatch, pages, kern
     module = padded if pages is None else paged
     cache, arguments = filled(pages)
     wanted = cache.keep(*arguments)
-    monkeypatch.setattr(module, "in_place", lambda: True)
+    monkeypatch.setattr(module, "in_place", lambda *_: True)
     monkeypatch.setenv(VARIABLE, f"compact={kernel}")
     found = cache.keep(*arguments)
     if pages is None:
@@ -89,3 +92,27 @@ def test_moving_within_the_cache_keeps_the_same_entries(monkeypatch, pages, kern
     for name in ("lengths", "free_count", "next_position", "overflowed"):
         np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name))
     assert_pages_conserved(found)
+
+
+@pytest.mark.parametrize("asked", ["gpu", "compact=reference", "portable"])
+@pytest.mark.parametrize("pages", [None, paged.Pages(size=4, pool=26, per_head=3)], ids=str)
+def test_what_no_kernel_moves_is_gathered_a_layer_at_a_time(monkeypatch, pages, asked):
+    """Rows of 8 bfloat16 are served on GPU, of 8 bytes are not; nothing is served by override."""
+    cache, (keep, keys, values, *rest) = filled(pages)
+    monkeypatch.setenv(VARIABLE, asked)
+
+    def whole(width: int) -> bool:
+        """Whether a layer's worth of entries for every layer is gathered at once."""
+        parts = [a[..., :width].astype(jnp.bfloat16) for a in (cache.keys, cache.values)]
+        narrow = dataclasses.replace(cache, keys=parts[0], values=parts[1])
+        new = (a[..., :width].astype(jnp.bfloat16) for a in (keys, values))
+        moved = mock.Mock(side_effect=AssertionError)
+        with mock.patch.object(padded if pages is None else paged, "compact", moved):
+            try:
+                jax.make_jaxpr(lambda cache, keep: cache.keep(keep, *new, *rest))(narrow, keep)
+            except AssertionError:
+                return True
+        return False
+
+    assert not whole(4)
+    assert whole(8) == (asked == "gpu")

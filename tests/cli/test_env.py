@@ -23,6 +23,7 @@ def choices(capsys) -> dict[str, tuple[str, str]]:
 def test_without_an_accelerator_everything_is_portable(monkeypatch, capsys):
     monkeypatch.delenv(dispatch.VARIABLE, raising=False)
     found = choices(capsys)
+    assert sorted(found) == sorted(dispatch.OPERATIONS)
     assert not {implementation for implementation, _ in found.values()} & set(
         dispatch.KERNELS.values()
     )
@@ -44,9 +45,19 @@ def test_what_the_project_is_chosen_for_has_a_kernel_on_each_accelerator(
         "pooled_max",
     ):
         assert found[name] == (f"mosaic_{platform}", f"the kernel for {platform}")
+    maintained = {"tpu": "splash", "gpu": "cudnn"}[platform]
+    assert maintained in " ".join(found["causal_attention"])
 
 
-def test_an_unknown_override_is_one_line(monkeypatch, capsys):
-    monkeypatch.setenv(dispatch.VARIABLE, "fast")
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("fast", "'fast': allowed are"),
+        ("decode_atention=dense", "'decode_atention=dense' names operation 'decode_atention': all"),
+    ],
+)
+def test_an_unknown_override_is_one_line(asked, said, monkeypatch, capsys):
+    monkeypatch.setenv(dispatch.VARIABLE, asked)
     assert main(["env"]) == 2
-    assert capsys.readouterr().err.startswith("kvjax: error: KVJAX_KERNELS='fast': allowed are")
+    error = capsys.readouterr().err
+    assert error.startswith(f"kvjax: error: KVJAX_KERNELS={said}") and error.count("\n") == 1
