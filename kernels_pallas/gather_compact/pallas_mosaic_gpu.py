@@ -56,7 +56,8 @@ def compact(
     size = min(_BLOCK_BYTES // largest, 64, slots if page is None else page)
     if page is not None:
         size = next(part for part in range(size, 0, -1) if page % part == 0)
-    blocks = -(-indices.shape[-1] // size)
+    # Behind the indices, up to what is held, slots are cleared.
+    blocks = -(-max(indices.shape[-1], slots) // size)
     place = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1)
     known = jnp.where(place < lengths[..., None], indices, slots).reshape(heads, -1)
     known = jnp.pad(known, ((0, 0), (0, blocks * size - indices.shape[-1])), constant_values=slots)

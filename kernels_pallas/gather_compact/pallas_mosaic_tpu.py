@@ -114,7 +114,8 @@ def _compact_alike(
 
     size = min(_BLOCK, -(-slots // granule) * granule)
     layout = Layout(
-        blocks=-(-indices.shape[-1] // size),
+        # Behind the indices, up to what is held, slots are cleared.
+        blocks=-(-max(indices.shape[-1], slots) // size),
         size=size,
         slots=slots,
         packed=packed,

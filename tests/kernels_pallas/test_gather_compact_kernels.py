@@ -79,6 +79,32 @@ def test_kernels_move_what_the_reference_moves(kernel, slots, size, dtype):
 
 @pytest.mark.usefixtures("quick_tpu")
 @pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("pages", [False, True])
+def test_fewer_indices_than_slots_leave_zeros_up_to_what_was_held(kernel, pages):
+    page, per_head, heads, count = 16, 10, 3, 13
+    slots = page * per_head
+    _, lengths, held = heads_of(slots, [0.05, 0.0, 0.04], seed=10)
+    draw = np.random.default_rng(11)
+    indices = np.full((heads, count), 7, np.int32)  # behind `lengths` they are not read
+    for head, length in enumerate(np.asarray(lengths)):
+        chosen = draw.choice(int(held[head]), int(length), replace=False)
+        indices[head, :length] = np.sort(chosen)
+    shape, table = (heads,), None
+    arrays = (rows_of(held, slots, 128, jnp.bfloat16, 12),)
+    if pages:
+        shape = (1, 1, heads)
+        table = draw.permutation(heads * per_head).reshape(*shape, per_head)
+        table = jnp.asarray(table, jnp.int32)
+        arrays = (jnp.asarray(draw.standard_normal((1, 30, page, 128)), jnp.bfloat16),)
+        held = jnp.full_like(held, slots)
+    at = (jnp.asarray(indices).reshape(*shape, count), lengths.reshape(shape))
+    options = {"held": held.reshape(shape), "table": table}
+    found = compact(arrays, *at, **options, implementation=kernel)
+    assert_same_bits(found, compact(arrays, *at, **options, implementation="reference"))
+
+
+@pytest.mark.usefixtures("quick_tpu")
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_kernels_move_rows_between_scattered_pages(kernel):
     layers, batch, kv_heads, page, per_head = 1, 2, 2, 16, 3
     slots = page * per_head
