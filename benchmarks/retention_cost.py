@@ -9,6 +9,7 @@ same model, same total of entries, in turns of the same process. Writes retentio
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import time
@@ -19,7 +20,7 @@ import numpy as np
 from vs_kvpress import ROOT, commit, machine
 
 PAGE = 16
-STEPS = 32
+STEPS = 64  # twice what a row takes in before it is cut back
 SIDES = {
     "retention-local, padded": ("retention-local", None),
     "retention-local, paged": ("retention-local", PAGE),
@@ -41,12 +42,19 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     budget = int(arguments.budget * arguments.context)
     wanted = budget * entry_nbytes(model.config, model.dtype)
     found: dict[str, Any] = {}
-    caches = {}
+    runs: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {}
     for side, (name, pages) in SIDES.items():
-        arrays = kvjax.policy_params(model, policies[name])
-        shared = {"policy": policies[name], "budget": budget, "params": arrays, "pages": pages}
-        exact = kvjax.compress(model, full, observed, **shared)
-        caches[side] = kvjax.compress(model, full, observed, room=STEPS, **shared)
+        own = policies[name]
+        kept = dataclasses.replace(
+            own, schedule=dataclasses.replace(own.schedule, decode_interval=None)
+        )
+        arrays = kvjax.policy_params(model, own)
+        shared = {"budget": budget, "params": arrays, "pages": pages}
+        exact = kvjax.compress(model, full, observed, policy=kept, **shared)
+        growing = kvjax.compress(model, full, observed, policy=kept, room=STEPS, **shared)
+        evicting = kvjax.compress(model, full, observed, policy=own, **shared)
+        going_on = {"policy": own, "budget": budget, "params": arrays}
+        runs[side] = {"appending": (growing, {}), "evicting": (evicting, going_on)}
         lengths = np.asarray(exact.lengths)
         found[side] = {
             "bytes": kvjax.nbytes(exact),
@@ -54,15 +62,17 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             "entries": int(lengths.sum()),
             "least": int(lengths.min()),
             "most": int(lengths.max()),
-            "seconds": [],
+            "seconds": {"appending": [], "evicting": []},
         }
     for number in range(arguments.rounds + 1):  # the first compiles and warms up
-        for side, cache in caches.items():
-            start = time.perf_counter()
-            output = kvjax.generate(model, cache, logits, max_new_tokens=STEPS)
-            jax.block_until_ready(output.tokens)
-            if number:
-                found[side]["seconds"].append((time.perf_counter() - start) / STEPS)
+        for side, kinds in runs.items():
+            for kind, (cache, going_on) in kinds.items():
+                start = time.perf_counter()
+                output = kvjax.generate(model, cache, logits, max_new_tokens=STEPS, **going_on)
+                jax.block_until_ready(output.tokens)
+                if number:
+                    seconds = (time.perf_counter() - start) / STEPS
+                    found[side]["seconds"][kind].append(seconds)
     return {
         "commit": commit(),
         "machine": machine(),
@@ -76,23 +86,29 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def page(results: dict[str, Any]) -> str:
     sides = results["sides"]
-    base = statistics.median(sides["retention-local, paged"]["seconds"])
+
+    def middle(side: str, kind: str) -> float:
+        return 1e3 * statistics.median(sides[side]["seconds"][kind])
+
     lines = [
         "# What one budget for all heads costs",
         "",
         f"{results['model']}, {results['context']} tokens of prose cut to {results['budget']} "
         f"entries per head on average, pages of {PAGE}; {STEPS} decode steps, one row, medians of "
-        f"{results['rounds']} rounds in turns, {results['machine']}, commit {results['commit']}.",
+        f"{results['rounds']} rounds in turns, {results['machine']}, commit {results['commit']}. "
+        "Appending: new tokens stay beside the budget. Evicting: the policy cuts the row back to it "
+        "whenever its buffer is full.",
         "",
-        "| cache | entries of a head | bytes / budget | ms per step | / local, paged |",
-        "|---|---|---|---|---|",
+        "| cache | entries of a head | bytes / budget | ms per step, appending | / local, paged "
+        "| ms per step, evicting | / local, paged |",
+        "|---|---|--:|--:|--:|--:|--:|",
     ]
     for side, one in sides.items():
-        middle = statistics.median(one["seconds"])
-        lines.append(
-            f"| {side} | {one['least']} to {one['most']} | {one['bytes_of_budget']:.3f} | "
-            f"{1e3 * middle:.1f} | {middle / base:.2f} |"
-        )
+        cells = [f"{side} | {one['least']} to {one['most']} | {one['bytes_of_budget']:.3f}"]
+        for kind in ("appending", "evicting"):
+            own = middle(side, kind)
+            cells += [f"{own:.1f}", f"{own / middle('retention-local, paged', kind):.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", "Command: `python benchmarks/retention_cost.py`.", ""])
 
 
