@@ -31,9 +31,9 @@ BASE: dict[str, Any] = {
         {"task": "needle", "haystacks": ["sentences"], "lengths": [200, 480], "keys": 4},
     ],
     "length": 512,
-    "steps": 100,
-    "optimizer": {"learning_rate": 3.0e-3, "schedule": "wsd", "warmup": 10, "decay": 0.3},
-    "checkpoint": {"steps": 50, "minutes": 5, "keep": 1},
+    "steps": 60,
+    "optimizer": {"learning_rate": 3.0e-3, "schedule": "wsd", "warmup": 6, "decay": 0.3},
+    "checkpoint": {"steps": 30, "minutes": 5, "keep": 1},
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "whole": {},
@@ -84,7 +84,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("runs/retention_ablations"))
-    parser.add_argument("--samples", type=int, default=20, help="of each of five depths")
+    parser.add_argument("--samples", type=int, default=10, help="of each of five depths")
     arguments = parser.parse_args()
     directory = arguments.output
     directory.mkdir(parents=True, exist_ok=True)

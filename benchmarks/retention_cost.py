@@ -96,8 +96,8 @@ def page(results: dict[str, Any]) -> str:
         f"{results['model']}, {results['context']} tokens of prose cut to {results['budget']} "
         f"entries per head on average, pages of {PAGE}; {STEPS} decode steps, one row, medians of "
         f"{results['rounds']} rounds in turns, {results['machine']}, commit {results['commit']}. "
-        "Appending: new tokens stay beside the budget. Evicting: the policy cuts the row back to it "
-        "whenever its buffer is full.",
+        "Appending: new tokens stay beside the budget. Evicting: the policy cuts the row back to "
+        "it whenever its buffer is full.",
         "",
         "| cache | entries of a head | bytes / budget | ms per step, appending | / local, paged "
         "| ms per step, evicting | / local, paged |",
