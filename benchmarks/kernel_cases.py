@@ -166,6 +166,49 @@ def decode_mass(function: Callable[..., Any], size: Size) -> Case:
     return dataclasses.replace(dense, make=make, call=function, bytes=dense.bytes + mass)
 
 
+def paged_mass(function: Callable[..., Any], size: Size) -> Case:
+    paged = paged_attention(function, size)
+
+    def make(key: jax.Array) -> tuple[Any, ...]:
+        others = jnp.zeros((size.batch, size.heads, size.asking), jnp.float32)
+        return *paged.make(key), others
+
+    mass = 4.0 * size.batch * size.heads * size.tokens
+    return dataclasses.replace(paged, make=make, bytes=paged.bytes + mass)
+
+
+def segment_attention(function: Callable[..., Any], size: Size) -> Case:
+    """Two documents in a row."""
+
+    def make(key: jax.Array) -> tuple[Any, ...]:
+        values = size.held(jax.random.fold_in(key, 1))
+        segments = (size.asked_at() >= size.tokens // 3).astype(jnp.int32)
+        return size.asked(key), size.held(key), values, segments
+
+    return dataclasses.replace(retention_attention(function, size), make=make)
+
+
+def compact_pages(function: Callable[..., Any], size: Size) -> Case:
+    """As `compact`, in pools whose pages lie in any order."""
+    pages = -(-size.tokens // size.page)
+    dense = compact(function, dataclasses.replace(size, tokens=pages * size.page))
+
+    def make(key: jax.Array) -> tuple[Any, ...]:
+        total = size.kv_heads * pages
+        pool = size.normal(key, size.batch, total, size.page, size.head_dim)
+        table = jax.random.permutation(key, total).astype(jnp.int32)
+        table = jnp.broadcast_to(
+            table.reshape(size.kv_heads, pages), (1, size.batch, size.kv_heads, pages)
+        )
+        return (pool, pool + 1), *dense.make(key)[1:], table
+
+    def call(arrays: Any, *rest: Any, implementation: str | None) -> Any:
+        *places, table = rest
+        return function(arrays, *places, table=table, implementation=implementation)
+
+    return dataclasses.replace(dense, make=make, call=call)
+
+
 def retention_attention(function: Callable[..., Any], size: Size) -> Case:
     def make(key: jax.Array) -> tuple[Any, ...]:
         shape = (size.batch, size.kv_heads, size.tokens)

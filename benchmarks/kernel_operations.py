@@ -10,6 +10,7 @@ import importlib
 import inspect
 import typing
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from benchmarks import kernel_cases as cases
@@ -21,7 +22,8 @@ from kernels_pallas.pooled_max import shapes as pooled_max_shapes
 class Operation:
     """An operation's sizes by name, and how a size becomes a case.
 
-    `small` is for tests on a CPU; `checks` are compared with the reference on a device.
+    `small` is for tests on a CPU; `checks` are compared with the reference on a device. Variants
+    of an operation are compared only, and have no `sizes` to time.
     """
 
     function: str  # module:name
@@ -98,6 +100,20 @@ def sizes_of(
     return sizes
 
 
+def two_of(sizes: Mapping[str, Size]) -> dict[str, Size]:
+    """An odd size of either type, for the variants of an operation."""
+    return {name: sizes[name] for name in ("bfloat16_64_group3", "float32_64")}
+
+
+def with_options(case: Callable[..., Case], **options: Any) -> Callable[..., Case]:
+    """Cases of the same operands, of a function with these options."""
+
+    def build(function: Callable[..., Any], size: Any) -> Case:
+        return case(partial(function, **options), size)
+
+    return build
+
+
 def pooled(**changes: Any) -> pooled_max_shapes.Shape:
     return dataclasses.replace(pooled_max_shapes.teacher(2, 1000), **changes)
 
@@ -130,6 +146,11 @@ ONE = {
     name: dataclasses.replace(size, queries=1, tokens=-(-size.tokens // 16) * 16)
     for name, size in ODD.items()
 }
+PAGED = {name: dataclasses.replace(size, kept=size.tokens // 3) for name, size in ONE.items()}
+MANY = {
+    "moments_of_a_group_of_8": Size(tokens=500, heads=16, kv_heads=2, queries=32),
+    "float32_128": Size(tokens=500, heads=8, kv_heads=1, queries=32, dtype="float32"),
+}
 KEPT = {name: dataclasses.replace(size, kept=size.tokens // 3) for name, size in ODD.items()}
 
 OPERATIONS = {
@@ -139,6 +160,20 @@ OPERATIONS = {
         sizes=sizes_of("window_scores", WINDOWS),
         small=dataclasses.replace(LITTLE, queries=5),
         checks=FEW,
+    ),
+    "window_scores_of_heads": Operation(
+        function="kernels_pallas.window_scores:window_scores",
+        case=with_options(cases.window_scores, over_queries="max", over_group=None),
+        sizes={},
+        small=dataclasses.replace(LITTLE, queries=5),
+        checks=two_of(FEW) | {"last_query": Size(tokens=4001, queries=1)},
+    ),
+    "window_moments": Operation(
+        function="kernels_pallas.window_scores:window_moments",
+        case=cases.window_scores,
+        sizes={},
+        small=dataclasses.replace(LITTLE, queries=5),
+        checks=two_of(FEW) | MANY,
     ),
     "removal_error": Operation(
         function="kernels_pallas.removal_error:removal_error",
@@ -154,6 +189,16 @@ OPERATIONS = {
         small=LITTLE,
         checks=ODD,
     ),
+    **{
+        f"column_{statistic}": Operation(
+            function="kernels_pallas.column_attention:column_attention",
+            case=with_options(cases.column_attention, statistic=statistic),
+            sizes={},
+            small=LITTLE,
+            checks=two_of(ODD),
+        )
+        for statistic in ("mean", "max")
+    },
     "pooled_max": Operation(
         function="kernels_pallas.pooled_max:pooled_max",
         case=cases.pooled_max,
@@ -174,6 +219,13 @@ OPERATIONS = {
         sizes=sizes_of("gather_compact", COMPACTIONS, layers=True),
         small=LITTLE,
         checks=KEPT,
+    ),
+    "gather_compact_pages": Operation(
+        function="kernels_pallas.gather_compact:compact",
+        case=cases.compact_pages,
+        sizes={},
+        small=LITTLE,
+        checks=two_of(PAGED),
     ),
     "select": Operation(
         function="kernels_pallas.select:keep_mask",
@@ -202,6 +254,20 @@ OPERATIONS = {
         sizes=sizes_of("ragged_decode", CACHES),
         small=dataclasses.replace(LITTLE, queries=1),
         checks=ONE,
+    ),
+    "paged_mass": Operation(
+        function="kernels_pallas.ragged_decode:paged_mass",
+        case=cases.paged_mass,
+        sizes={},
+        small=dataclasses.replace(LITTLE, queries=1),
+        checks=two_of(ONE),
+    ),
+    "segment_attention": Operation(
+        function="kernels_pallas.retention_attention:segment_attention",
+        case=cases.segment_attention,
+        sizes={},
+        small=LITTLE,
+        checks=two_of(ODD) | {"float32_128": WIDE},
     ),
     "retention_attention": Operation(
         function="kernels_pallas.retention_attention:retention_attention",

@@ -65,7 +65,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--operation", choices=list(OPERATIONS), action="append")
+    timed = [name for name, operation in OPERATIONS.items() if operation.sizes]
+    parser.add_argument("--operation", choices=timed, action="append")
     parser.add_argument("--small", action="store_true", help="one tiny size of each")
     parser.add_argument("--samples", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no size after these")
@@ -74,7 +75,7 @@ def main() -> None:
     began = time.monotonic()
     machine = this_machine(quick=arguments.small)
     rows: list[Row] = []
-    for name, size, shape in in_turn(arguments.operation or list(OPERATIONS), arguments.small):
+    for name, size, shape in in_turn(arguments.operation or timed, arguments.small):
         if time.monotonic() - began > arguments.seconds:
             note = f"left out: {arguments.seconds:.0f} s had passed"
             rows.append(Row(operation=name, size=size, implementation="all", note=note))
@@ -98,6 +99,7 @@ def in_turn(names: list[str], small: bool) -> list[tuple[str, str, Any]]:
         for place, (size, shape) in enumerate(
             {"small": OPERATIONS[name].small}.items() if small else OPERATIONS[name].sizes.items()
         )
+        if OPERATIONS[name].sizes
     ]
     return [entry[1:] for entry in sorted(listed, key=lambda entry: entry[0])]
 

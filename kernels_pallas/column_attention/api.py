@@ -37,9 +37,10 @@ def column_attention(
         may be more than these keys; queries with -inf contribute nothing.
       query_positions, key_positions: absolute, -1 for padding and empty slots.
       window: sliding window of the layer, in tokens.
-      statistic: "sum" (H2O), "max" (KVzip, over its replay), and over the queries that see a
-        slot "mean" and the unbiased "variance", 0 where a single one does.
-      implementation: None takes one dense pass for few logits, blocks otherwise.
+      statistic: "sum" (H2O's), "max" (KVzip's), and over the queries that see a slot "mean" and
+        the unbiased "variance", 0 where a single one does.
+      implementation: None takes the platform's kernel, and where there is none, or it does not
+        serve, one dense pass for few logits and blocks otherwise.
 
     Raises:
       ValueError: an unknown statistic or implementation.

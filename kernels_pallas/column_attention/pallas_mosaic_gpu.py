@@ -13,6 +13,7 @@ causal half of T tokens; one exponential per pair. Products of float32 operands 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -32,6 +33,12 @@ from kernels_pallas.window_scores.pallas_mosaic_gpu_sweeps import product
 
 _SLOTS, _QUERIES = 128, 64  # of one tile
 _FAR = 2**30
+_SMEM_BYTES = 222 * 1024  # of the 227 KiB, for keys and queries
+
+
+def _steps(dtype: Any) -> int:
+    """Tiles of queries on their way."""
+    return 2 if dtype == jnp.float32 else 3
 
 
 @partitioned("B H Q D, B H Q, B K S D, B Q, B K S, -> B H S")
@@ -49,16 +56,18 @@ def column_attention(
     decline_wrong_masks()
     batch, heads, count, size = queries.shape
     kv_heads, slots = keys.shape[1:3]
-    if statistic not in ("sum", "max"):
-        raise NotImplementedError(f"statistic={statistic!r}: allowed are 'sum' and 'max'")
+    if statistic == "variance":
+        raise NotImplementedError("statistic='variance': allowed are 'sum', 'mean' and 'max'")
     if queries.dtype != keys.dtype or keys.dtype not in (jnp.bfloat16, jnp.float32):
         raise NotImplementedError(
             f"queries of {queries.dtype} and keys of {keys.dtype}: allowed are both bfloat16 or "
             "both float32"
         )
-    if size * keys.dtype.itemsize % 32 or size > 256:
+    row_bytes = size * keys.dtype.itemsize
+    most = min(256 * keys.dtype.itemsize, _SMEM_BYTES // (_SLOTS + _steps(keys.dtype) * _QUERIES))
+    if row_bytes % 32 or row_bytes > most:
         raise NotImplementedError(
-            f"head size {size} of {keys.dtype}: allowed are multiples of 32 bytes, up to 256"
+            f"head size {size} of {keys.dtype}: allowed are multiples of 32 bytes, up to {most}"
         )
     if count < _QUERIES:
         raise NotImplementedError(
@@ -75,7 +84,26 @@ def column_attention(
     first, last = _tiles(asked, held, kv_heads, window)
     reach = jnp.broadcast_to(jnp.asarray(window, jnp.int32), (1,))
     found = _columns(queries, offset, keys, asked, held, first, last, reach, statistic == "max")
-    return found[:, :slots].reshape(batch, heads, slots)
+    found = found[:, :slots].reshape(batch, heads, slots)
+    if statistic != "mean":
+        return found
+    seeing = jnp.maximum(_seeing(query_positions, key_positions, window), 1)
+    by_group = found.reshape(batch, kv_heads, -1, slots) / seeing[:, :, None].astype(jnp.float32)
+    return by_group.reshape(batch, heads, slots)
+
+
+def _seeing(
+    asked: Int[Array, "B Q"], held: Int[Array, "B K S"], window: int | Int[Array, ""]
+) -> Int[Array, "B K S"]:
+    """How many queries see each slot: those at positions from its own to before the window's end.
+
+    From the queries' positions in order, so that no pair is looked at.
+    """
+    ordered = jnp.sort(asked, axis=1)
+    before = jax.vmap(partial(jnp.searchsorted, method="scan_unrolled"))
+    end = jnp.where(held > _FAR - window, _FAR, held + window)
+    seeing = before(ordered, end) - before(ordered, held)
+    return jnp.where(held >= 0, seeing, 0)
 
 
 def _tiles(
@@ -164,7 +192,7 @@ def _columns(
                 plgpu.BlockSpec((_QUERIES,), lambda i: (start + i,)),
                 plgpu.BlockSpec((_QUERIES,), lambda i: (start + i,)),
             ],
-            max_concurrent_steps=2 if keys.dtype == jnp.float32 else 3,
+            max_concurrent_steps=_steps(keys.dtype),
             init_carry=plgpu.layout_cast(jnp.zeros((_SLOTS,), jnp.float32), down),
         )(query_gmem.at[head], offset_gmem.at[head], asked_gmem.at[row])
         plgpu.commit_smem()

@@ -61,9 +61,11 @@ def column_weights(
         "bkrd,bksd->bkrs",
         queries.reshape(batch, kv_heads, -1, size),
         keys,
+        precision="highest",
         preferred_element_type=jnp.float32,
     ) * jnp.float32(size**-0.5)
     seen = visible(query_positions[:, None], key_positions, window)[:, :, None]
-    total = jnp.maximum(lse, -1e30).reshape(*split, 1)
+    # Of a query that attended to nothing every weight is exp(-large) = 0.
+    total = jnp.where(lse > -1e29, lse, 1e30).reshape(*split, 1)
     weights = jnp.exp(jnp.where(seen, logits.reshape(*split, -1) - total, -jnp.inf))
     return weights, seen

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas import dispatch
 from kernels_pallas.attention import NO_WINDOW
+from kernels_pallas.ragged_decode.sinks import always_near
 
 type DecodeImplementation = Literal["reference", "dense", "mosaic_tpu", "mosaic_gpu"]
 type PagedImplementation = Literal["reference", "split", "gathered", "mosaic_tpu", "mosaic_gpu"]
@@ -32,14 +33,19 @@ def decode_attention(
     lengths: Int[Array, "B K"],
     window: int | Int[Array, ""] = NO_WINDOW,
     *,
+    sinks: int = 0,
     implementation: DecodeImplementation | None = None,
 ) -> tuple[Float[Array, "B H Q D"], Float[Array, "B H Q"]]:
     """Attention over the first `lengths` slots of each head: output and float32 log-sum-exp.
 
-    Slots behind the length may hold any finite values. `implementation` None takes the platform's
-    kernel, whose bytes follow the lengths, and otherwise "dense": `attention` over all slots.
+    Slots behind the length may hold any finite values. A sliding `window` leaves out what is as far
+    behind a query, but not the first `sinks` positions (StreamingLLM, arXiv 2309.17453), provided
+    that the queries of a call lie within one window of each other. `implementation` None takes
+    the platform's kernel, whose bytes follow the lengths, and otherwise "dense": `attention` over
+    all slots.
     """
-    arguments = (queries, keys, values, query_positions, key_positions, lengths, window)
+    at = always_near(key_positions, query_positions, sinks)
+    arguments = (queries, keys, values, query_positions, at, lengths, window)
     return _DECODE(*arguments, implementation=implementation, portable="dense")
 
 
@@ -53,14 +59,17 @@ def paged_attention(
     query_positions: Int[Array, "B Q"],
     window: int | Int[Array, ""] = NO_WINDOW,
     *,
+    sinks: int = 0,
     implementation: PagedImplementation | None = None,
 ) -> tuple[Float[Array, "B H Q D"], Float[Array, "B H Q"]]:
     """Attention over the first `lengths` slots of each head's pages: output and log-sum-exp.
 
-    `implementation` None takes the platform's kernel; without one the page-proportional split for
-    up to 8 queries, while more queries share the cost of gathering the pages once.
+    `window` and `sinks` as of `decode_attention`. `implementation` None takes the platform's
+    kernel; without one the page-proportional split for up to 8 queries, while more queries share
+    the cost of gathering the pages once.
     """
-    arguments = (queries, keys, values, positions, page_table, lengths, query_positions, window)
+    at = always_near(positions, query_positions, sinks)
+    arguments = (queries, keys, values, at, page_table, lengths, query_positions, window)
     portable = "split" if queries.shape[2] <= 8 else "gathered"
     return _PAGED(*arguments, implementation=implementation, portable=portable)
 
@@ -75,6 +84,7 @@ def decode_mass(
     others: Float[Array, "B H Q"],
     window: int | Int[Array, ""] = NO_WINDOW,
     *,
+    sinks: int = 0,
     implementation: MassImplementation | None = None,
 ) -> tuple[Float[Array, "B H Q D"], Float[Array, "B H Q"], Float[Array, "B H S"]]:
     """`decode_attention`, and what decode-time scorers ask for: how much attention a slot got.
@@ -84,7 +94,8 @@ def decode_mass(
     (-inf for none). `implementation` None takes the platform's kernel, which writes the logits of
     its one pass (4 bytes per slot and query), and otherwise "two_pass".
     """
-    arguments = (queries, keys, values, query_positions, key_positions, lengths, others, window)
+    at = always_near(key_positions, query_positions, sinks)
+    arguments = (queries, keys, values, query_positions, at, lengths, others, window)
     return _DECODE_MASS(*arguments, implementation=implementation, portable="two_pass")
 
 
@@ -99,10 +110,12 @@ def paged_mass(
     others: Float[Array, "B H Q"],
     window: int | Int[Array, ""] = NO_WINDOW,
     *,
+    sinks: int = 0,
     implementation: MassImplementation | None = None,
 ) -> tuple[Float[Array, "B H Q D"], Float[Array, "B H Q"], Float[Array, "B H S"]]:
     """`decode_mass` over pages; the mass is in slot order, S = M * P."""
-    at = (page_table, lengths, query_positions, others, window)
+    at = always_near(positions, query_positions, sinks)
+    rest = (page_table, lengths, query_positions, others, window)
     return _PAGED_MASS(
-        queries, keys, values, positions, *at, implementation=implementation, portable="two_pass"
+        queries, keys, values, at, *rest, implementation=implementation, portable="two_pass"
     )

@@ -29,15 +29,17 @@ from kernels_pallas.window_scores.pallas_mosaic_gpu_sweeps import (
     ROW_TILE,
     Combine,
     Reduce,
+    block_bytes,
     normalisers,
     reductions,
+    shared_bytes,
 )
 from kernels_pallas.window_scores.reference import OverGroup, OverQueries
 from kernels_pallas.window_scores.rows import Rows, moment_shares, rows_of, score_shares
 
-# Of the 227 KB; the rest is for positions, bounds and results. Better two programs on a
-# multiprocessor, whose exponentials and products overlap, than one.
-_SMEM_BYTES = (104 * 1024, 200 * 1024)
+# Of the 227 KiB, 4 left for barriers and alignment. Better two programs on a multiprocessor, whose
+# exponentials and products overlap, than one.
+_SMEM_BYTES = (109 * 1024, 223 * 1024)
 _PROGRAMS = 264  # about two per multiprocessor of an H100 or H200
 
 
@@ -141,18 +143,18 @@ def _two_sweeps(
     """
     batch, kv_heads, slots, head_dim = keys.shape
     heads = batch * kv_heads
-    count = rows.queries.shape[1]
-    query_bytes = -(-count // ROW_TILE) * ROW_TILE * head_dim * keys.dtype.itemsize
-    fits = [
-        (block, (smem_bytes - query_bytes) // (block * head_dim * keys.dtype.itemsize))
-        for smem_bytes in _SMEM_BYTES
-        for block in (128, 64)
-    ]
+    outputs = kinds * (1 if over_heads is not None else rows.groups)
+    fits = []
+    for smem_bytes in _SMEM_BYTES:
+        for block in (128, 64):
+            fixed = shared_bytes(rows, keys.dtype, shares.shape[1], outputs, block)
+            fits.append((block, (smem_bytes - fixed) // block_bytes(keys, block)))
     served = [(block, steps) for block, steps in fits if steps >= 2]
     if not served:
         raise NotImplementedError(
-            f"{rows.groups} heads x {rows.width} queries of {keys.dtype} share a KV head: allowed "
-            f"are {_SMEM_BYTES[-1] // 1024} KiB of shared memory with two blocks of keys"
+            f"{rows.groups} heads x {rows.width} queries of size {head_dim} in {keys.dtype} share "
+            f"a KV head: allowed are {_SMEM_BYTES[-1] // 1024} KiB of shared memory for them, "
+            "their results and two blocks of keys"
         )
     block, steps = served[0][0], min(served[0][1], 4)
     blocks = pl.cdiv(slots, block)
@@ -171,7 +173,7 @@ def _two_sweeps(
     # Rows that saw nothing summed exp2(0) instead of 0.
     offset = jnp.where(top > LOW / 2, top + jnp.log2(jnp.maximum(summed, 1e-30)), -LOW)
 
-    count = rows.groups if over_heads is None else 1
+    count = outputs // kinds
     out = reductions(
         rows,
         chunk,

@@ -34,6 +34,22 @@ def _logits(products: Array, held: Array, oldest: Array, newest: Array, scale: f
     return jnp.where(seen, products * (scale * math.log2(math.e)), LOW)
 
 
+def block_bytes(keys: Float[Array, "*n S D"], block: int) -> int:
+    """Shared memory of one block of keys and its positions, in either sweep."""
+    return block * (keys.shape[-1] * keys.dtype.itemsize + 4)
+
+
+def shared_bytes(rows: Rows, dtype: Any, shares: int, outputs: int, block: int) -> int:
+    """Shared memory beside the blocks of keys, in the sweep that takes more of it."""
+    _, count, head_dim = rows.queries.shape
+    row_bytes = head_dim * jnp.dtype(dtype).itemsize
+    padded = -(-count // ROW_TILE) * ROW_TILE
+    first = padded * (row_bytes + 4 * (2 + 2))  # queries, their bounds and their state
+    bounds_and_shares = 4 * rows.width * (2 + shares)
+    second = count * (row_bytes + 4) + bounds_and_shares + 2 * 4 * outputs * block
+    return max(first, second)
+
+
 def product(left: Any, right: Any) -> Array:
     """left @ right^T of two tiles in shared memory."""
 
@@ -237,8 +253,10 @@ def reductions(
                 def add_head(group: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
                     return tuple(map(over_heads, carry, of_head(group)))
 
+                # Weighted sums may be negative, so that no maximum starts at 0.
+                start = -jnp.inf if over_heads is jnp.maximum else 0.0
                 nothing = plgpu.layout_cast(
-                    jnp.zeros((block,), jnp.float32), plgpu.Layout.WGMMA.reduce(1)
+                    jnp.full((block,), start, jnp.float32), plgpu.Layout.WGMMA.reduce(1)
                 )
                 results = lax.fori_loop(0, groups, add_head, (nothing,) * kinds)
                 for kind, result in enumerate(results):

@@ -32,6 +32,7 @@ from kernels_pallas.window_scores.rows import Rows, moment_shares, rows_of, scor
 _LANES = 128
 _SUBLANES = 8
 _TILE_BYTES = 2**20  # of one block's float32 logits; a handful of such tiles are alive
+_BLOCK_BYTES = 4 * 2**20  # of one block's keys, of which two are on their way
 _KEPT_BYTES = 32 * 2**20  # of the 128 MiB of VMEM on v5e and v6e
 _LOW = -1e30  # below every logit, and finite: exp(_LOW - _LOW) is no NaN
 
@@ -140,12 +141,14 @@ def _two_sweeps(
     """`reduce(weights, their logarithms, shares)` of every block of slots, blocks in the lanes."""
     batch, kv_heads, slots, head_dim = keys.shape
     count = rows.queries.shape[1]
-    block = block or max(_TILE_BYTES // (4 * count) // _LANES * _LANES, _LANES)
-    if slots <= block:
-        block = slots
-    blocks = pl.cdiv(slots, block)
     # The lanes of a row are padded to 128 in VMEM.
-    block_bytes = block * -(-head_dim // _LANES) * _LANES * keys.dtype.itemsize
+    row_bytes = -(-head_dim // _LANES) * _LANES * keys.dtype.itemsize
+    if block is None:
+        most = min(_TILE_BYTES // (4 * count), _BLOCK_BYTES // row_bytes)
+        block = max(most // _LANES * _LANES, _LANES)
+    block = min(block, slots)
+    blocks = pl.cdiv(slots, block)
+    block_bytes = block * row_bytes
     kept = min(kept_bytes // block_bytes, blocks)
     bounds = jnp.stack([rows.oldest, rows.newest], axis=-1)
     scale = head_dim**-0.5

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kernels_pallas.removal_error import removal_error
 from kernels_pallas.removal_error.blockwise import attention_output, error_of, odds
 from kvjax.policies.base import Params, Protection, Scorer
 from kvjax.policies.observation import Observation, State
@@ -50,10 +51,11 @@ class CAOTE(Scorer):
         weights = jnp.where(valid, base.score(observation, params, state), 0.0)
         total = jnp.sum(weights, axis=-1, keepdims=True)
         weights = (weights / jnp.where(total > 0, total, 1.0))[:, :, None]
-        if self.fast:
-            count = jnp.sum(valid, axis=-1, keepdims=True).astype(jnp.float32)
-            even = valid.astype(jnp.float32) / jnp.maximum(count, 1.0)
-            output = attention_output(even[:, :, None], values, valid)
-        else:
-            output = attention_output(weights, values, valid)
+        if not self.fast:
+            everything = jnp.full(values.shape[0], jnp.iinfo(jnp.int32).max, jnp.int32)
+            positions = observation.positions
+            return removal_error(weights, values, positions, everything, None, joint=True)
+        count = jnp.sum(valid, axis=-1, keepdims=True).astype(jnp.float32)
+        even = valid.astype(jnp.float32) / jnp.maximum(count, 1.0)
+        output = attention_output(even[:, :, None], values, valid)
         return error_of(odds(weights), output, values, valid, None, joint=True)

@@ -38,7 +38,7 @@ def check(compiled, shape: Shape, outputs_per_kv_head: int, key_bytes: int = 2):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("name", ["prompt_4k", "prompt_128k", "budget_1024", "smollm2_8k"])
+@pytest.mark.parametrize("name", SHAPES)
 def test_scores_compile_to_the_kernel(compile_for, name, dtype):
     compiled = compile_for(window_scores, *specs(SHAPES[name], dtype))
     check(compiled, SHAPES[name], 1, jnp.dtype(dtype).itemsize)
@@ -51,6 +51,13 @@ def test_every_reduction_compiles(compile_for, reduction):
     function = partial(window_scores, over_queries=over_queries, over_group=over_group, window=4096)
     compiled = compile_for(function, *specs(shape, jnp.bfloat16))
     check(compiled, shape, 8 if over_group is None else 1)
+
+
+@pytest.mark.parametrize("size", [64, 256])
+def test_many_results_of_wide_groups_fit(compile_for, size):
+    """A group of eight with three results per head, beside blocks of keys."""
+    shape = dataclasses.replace(SHAPES["prompt_32k"], heads=64, head_dim=size)
+    check(compile_for(window_moments, *specs(shape, jnp.bfloat16)), shape, 24)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])

@@ -49,7 +49,7 @@ def test_implementations_are_those_that_a_function_allows():
 def test_sizes_in_use_and_to_check_can_be_declared():
     """Without making their arrays."""
     for operation in OPERATIONS.values():
-        assert operation.sizes and operation.checks
+        assert operation.checks
         function = operation.load()
         for shape in (*operation.sizes.values(), *operation.checks.values()):
             case = operation.case(function or (lambda *_: None), shape)
@@ -112,7 +112,8 @@ def test_what_does_not_fit_is_not_run(monkeypatch):
 
 def test_every_operation_has_its_first_size_before_any_second_one():
     order = [name for name, *_ in kernels.in_turn(list(OPERATIONS), small=False)]
-    assert order[: len(OPERATIONS)] == list(OPERATIONS)
+    timed = [name for name, operation in OPERATIONS.items() if operation.sizes]
+    assert order[: len(timed)] == timed
     assert len(order) == sum(len(operation.sizes) for operation in OPERATIONS.values())
 
 

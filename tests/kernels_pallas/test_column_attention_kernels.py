@@ -16,6 +16,7 @@ from tests.kernels_pallas import definitions
 CASES = {
     "sum": ((1, 2, 3, 130, 300, 64), jnp.float32, "sum", NO_WINDOW),
     "max_in_a_window": ((2, 1, 1, 100, 140, 80), jnp.bfloat16, "max", 33),
+    "mean_in_a_window": ((2, 2, 2, 70, 90, 64), jnp.float32, "mean", 21),
     "one_tile": ((1, 1, 4, 64, 128, 128), jnp.bfloat16, "sum", NO_WINDOW),
 }
 
@@ -57,7 +58,12 @@ def test_the_kernel_equals_the_definition_without_races(name):
         )  # fmt: skip
     given = (np.asarray(a.astype(jnp.float32)) for a in (queries, clean, clean))
     weights = definitions.attention(*given, np.asarray(asked), np.asarray(places), window)[2]
-    expected = weights.sum(axis=2) if statistic == "sum" else weights.max(axis=2)
+    seen = (weights > 0).sum(axis=2)
+    expected = {
+        "sum": weights.sum(axis=2),
+        "max": weights.max(axis=2),
+        "mean": weights.sum(axis=2) / np.maximum(seen, 1),
+    }[statistic]
     np.testing.assert_allclose(found, expected, atol=5e-6)
 
 
@@ -73,7 +79,8 @@ def test_tiles_visited_are_hardly_more_than_the_causal_half():
     ("sizes", "statistic", "said"),
     [
         ((1, 1, 1, 8, 64, 64), "sum", "8 queries: allowed are at least 64"),
-        ((1, 1, 1, 64, 64, 64), "variance", "'variance': allowed are 'sum' and 'max'"),
+        ((1, 1, 1, 64, 64, 64), "variance", "'variance': allowed are 'sum', 'mean' and 'max'"),
+        ((1, 1, 1, 64, 64, 224), "sum", "head size 224 of float32: .* up to 888"),
         ((1, 1, 1, 64, 64, 20), "sum", "head size 20 of float32: allowed are multiples"),
     ],
 )
@@ -84,3 +91,16 @@ def test_the_kernel_declines_with_a_reason(sizes, statistic, said):
         column_attention(
             queries, lse, keys, asked, places, statistic=statistic, implementation="mosaic_gpu"
         )
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blockwise", "mosaic_gpu"])
+def test_queries_that_attended_to_nothing_contribute_nothing(implementation):
+    queries, keys, asked, places = inputs((1, 1, 2, 64, 64, 64), jnp.float32)
+    keys = jnp.where(places[..., None] >= 0, keys, 0.0)
+    lse = attention.attention(queries, keys, keys, asked, places)[1]
+    lost = lse.at[:, :, 20:].set(-jnp.inf)
+    options = {"implementation": implementation}
+    found = column_attention(queries, lost, keys, asked, places, **options)
+    absent = asked.at[:, 20:].set(-1)
+    expected = column_attention(queries, lse, keys, absent, places, **options)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
