@@ -52,6 +52,19 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             f"KVJAX_KERNELS={PLATFORM!r}: tests/aot runs with 'tpu' or 'gpu', see make test-aot"
         )
+    config.addinivalue_line("markers", "newest: compiled for the newest target alone")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves tests marked `newest` to the newest target: compiling them for more takes minutes."""
+    older = [
+        item
+        for item in items
+        if item.get_closest_marker("newest")
+        and item.callspec.params.get("compile_for", TARGETS[-1]) != TARGETS[-1]
+    ]
+    config.hook.pytest_deselected(items=older)
+    items[:] = [item for item in items if item not in set(older)]
 
 
 @dataclasses.dataclass(frozen=True)

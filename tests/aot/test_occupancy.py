@@ -9,6 +9,8 @@ import pytest
 from kernels_pallas import dispatch
 from kernels_pallas.occupancy import occupancy, occupancy_at
 
+pytestmark = pytest.mark.newest
+
 HEADS = 8  # Llama-3.1-8B's KV heads
 
 

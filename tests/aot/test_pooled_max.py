@@ -45,6 +45,7 @@ def test_every_shape_in_use_compiles_in_linear_memory(compile_for, name):
     assert program.temporary_bytes < 1.5 * operands + 2**20
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "dtype", "reduce"),
     [

@@ -47,6 +47,7 @@ def test_scores_compile_with_temporaries_linear_in_the_slots(compile_for, name, 
 
 
 @pytest.mark.skipif(PLATFORM != "gpu", reason="what the GPU kernel takes")
+@pytest.mark.newest
 @pytest.mark.parametrize("joint", [True, False])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize(("group", "size"), [(1, 128), (8, 128), (16, 128), (1, 80), (3, 16)])

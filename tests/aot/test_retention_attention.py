@@ -93,6 +93,7 @@ def test_gradients_need_linear_memory(compile_for, name):
     assert program.temporary_bytes < 1.5 * nbytes(specs["queries"]) + copies(shape) + cut + 2**20
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     ("size", "heads", "kv_heads"), [(64, 3, 3), (80, 8, 1), (128, 4, 1), (128, 3, 1)]
