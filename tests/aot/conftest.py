@@ -57,14 +57,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves tests marked `newest` to the newest target: compiling them for more takes minutes."""
-    older = [
-        item
-        for item in items
-        if item.get_closest_marker("newest")
-        and item.callspec.params.get("compile_for", TARGETS[-1]) != TARGETS[-1]
-    ]
-    config.hook.pytest_deselected(items=older)
-    items[:] = [item for item in items if item not in set(older)]
+
+    def older(item: pytest.Item) -> bool:
+        if item.get_closest_marker("newest") is None:
+            return False
+        return item.callspec.params.get("compile_for", TARGETS[-1]) != TARGETS[-1]
+
+    config.hook.pytest_deselected(items=[item for item in items if older(item)])
+    items[:] = [item for item in items if not older(item)]
 
 
 @dataclasses.dataclass(frozen=True)

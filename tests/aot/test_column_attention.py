@@ -54,7 +54,7 @@ def test_batches_compile_in_both_types(compile_for, dtype):
     results = 4 * shape.batch * shape.heads * shape.tokens
     tile = 4 * shape.heads * BLOCK**2
     assert compiled.spilled_bytes == 0
-    # For TPU XLA rounds float32 operands to bfloat16, all of them ahead of the loop.
+    # For TPU XLA makes bfloat16 parts of float32 operands, all of them ahead of the loop.
     rounded = compiled.argument_bytes // 2 if dtype == jnp.float32 else 0
     assert compiled.temporary_bytes <= 4 * results + 4 * tile + rounded
 

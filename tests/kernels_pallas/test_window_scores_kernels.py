@@ -18,8 +18,6 @@ from kernels_pallas.window_scores import (
     window_moments,
     window_scores,
 )
-from kernels_pallas.window_scores.pallas_mosaic_gpu_sweeps import shared_bytes
-from kernels_pallas.window_scores.rows import rows_of
 from tests.kernels_pallas import definitions
 
 KERNELS = ["mosaic_tpu", "mosaic_gpu"]
@@ -124,18 +122,6 @@ def test_the_largest_of_negative_sums_is_negative(implementation):
     )  # fmt: skip
     weights = defined(queries, keys, asked, positions, None)
     np.testing.assert_allclose(found, -weights.sum(axis=3).min(axis=2), atol=2e-6)
-
-
-@pytest.mark.parametrize(("width", "dtype"), [(1, jnp.float32), (64, jnp.float32)])
-def test_blocks_leave_room_for_results_in_shared_memory(width, dtype):
-    rows = rows_of(
-        jnp.zeros((1, 8, width, 128), dtype), jnp.zeros((1, width), jnp.int32), 1, None, multiple=8
-    )
-    with_one = shared_bytes(rows, dtype, shares=2, outputs=1, block=128)
-    with_all = shared_bytes(rows, dtype, shares=2, outputs=24, block=128)
-    queries = 8 * rows.width * 128 * 4
-    assert with_one > queries
-    assert with_all >= queries + 2 * 24 * 128 * 4
 
 
 @pytest.mark.parametrize("kept", [0, 1])
